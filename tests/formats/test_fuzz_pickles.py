@@ -12,8 +12,8 @@ from pickled import CASES, archive_of, data_pickle, name, storage, tensor, text
 
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS, load_metadata
-from ckpt_tools.formats.pickle.allowed_globals import TENSOR_GLOBALS
 from ckpt_tools.formats.pickle.load import load_plain, load_stream, load_tensors
+from ckpt_tools.formats.pickle.rebuild import TENSOR_CLASSES, TENSOR_FUNCTIONS
 from ckpt_tools.formats.zip.read import read_archive
 
 LOADS: dict[str, Callable[[bytes], object]] = {
@@ -27,8 +27,15 @@ OBJECTS = data_pickle(CASES / "C37_python_objects_in_full/rng.pt")
 SHARDED = data_pickle(CASES / "C17_sharded_tensor/ckpt/rank_0.pt")
 ARCHIVE = archive_of({"data.pkl": DTENSORS[:300], "byteorder": b"little", "data/0": bytes(100)})
 
-GLOBALS = sorted({*TENSOR_GLOBALS, *METADATA_GLOBALS, "torch.Size", "collections.OrderedDict"})
-GLOBALS += ["collections.Counter", "builtins.set", "_codecs.encode", "builtins.complex"]
+GLOBALS = sorted({*TENSOR_CLASSES, *TENSOR_FUNCTIONS, *METADATA_GLOBALS, "torch.float32"})
+GLOBALS += [
+    "torch.Size",
+    "collections.OrderedDict",
+    "collections.Counter",
+    "builtins.set",
+    "_codecs.encode",
+    "builtins.complex",
+]
 GLOBALS += ["argparse.Namespace", "numpy.ndarray", "os.system", "builtins.getattr", "mine.Thing"]
 # Each opcode alone is likely to fail at once; these are the pieces that real pickles are made of.
 PIECES = st.one_of(

@@ -36,10 +36,11 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS, load_metadata
-from ckpt_tools.formats.pickle.allowed_globals import TENSOR_GLOBALS
 from ckpt_tools.formats.pickle.containers import Containers
 from ckpt_tools.formats.pickle.interpret import interpret
 from ckpt_tools.formats.pickle.load import load_plain, load_stream, load_tensors
+from ckpt_tools.formats.pickle.nodes import Instance
+from ckpt_tools.formats.pickle.rebuild import TENSOR_CLASSES, TENSOR_FUNCTIONS
 from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     StoredDTensor,
@@ -427,12 +428,13 @@ def test_an_old_class_that_is_called_by_name_is_named() -> None:
         load(b"(S'id'\nios\nsystem\n.")
 
 
-@pytest.mark.parametrize(
-    "qualname", sorted({**TENSOR_GLOBALS, **METADATA_GLOBALS, "torch.Size": 0})
-)
-def test_no_pickle_changes_a_stand_in(qualname: str) -> None:
+NAMES = sorted({*TENSOR_CLASSES, *TENSOR_FUNCTIONS, *METADATA_GLOBALS, *Containers(0).table})
+
+
+@pytest.mark.parametrize("qualname", NAMES)
+def test_no_pickle_changes_what_it_is_given(qualname: str) -> None:
     """BUILD sets attributes of whatever it is given, classes and functions included."""
-    found = {**TENSOR_GLOBALS, **METADATA_GLOBALS}[qualname]
+    found = METADATA_GLOBALS.get(qualname, TENSOR_FUNCTIONS.get(qualname, Instance))
     kind = found if isinstance(found, type) else type(found)
     before = dict(vars(kind))
     state = b"N}" + text("args") + b"N" + b"s\x86"
@@ -475,9 +477,7 @@ def test_nothing_is_called_that_is_not_of_ours(foreign: object, opcodes: bytes) 
         interpret(END + name("a.b") + opcodes + b".", resolve=lambda _: foreign, storage=repr)
 
 
-@pytest.mark.parametrize(
-    "qualname", sorted({*TENSOR_GLOBALS, *METADATA_GLOBALS, *Containers(0).names})
-)
+@pytest.mark.parametrize("qualname", NAMES)
 def test_each_name_of_the_tables_makes_a_value_or_our_error(qualname: str) -> None:
     modules = set(sys.modules)
     for opcodes in CALLS.values():

@@ -30,12 +30,9 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.pickle import load as pickles
+from ckpt_tools.formats.pickle.nodes import shown
 from ckpt_tools.formats.pickle.rebuild import RESAVE
-from ckpt_tools.formats.pickle.torch_stubs import (
-    Stored,
-    StoredTensor,
-    shown,
-)
+from ckpt_tools.formats.pickle.torch_stubs import Stored, StoredTensor
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart, lengths_of, plain_parts
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved
 from ckpt_tools.formats.torch_file.open import strides_of

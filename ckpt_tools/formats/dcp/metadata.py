@@ -12,25 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
-from ckpt_tools.formats.pickle.allowed_globals import DTYPES, is_torch_dtype
 from ckpt_tools.formats.pickle.containers import as_name
 from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
 from ckpt_tools.formats.pickle.limits import MAX_NDIM, TextBound, is_word
-from ckpt_tools.formats.pickle.replay import Columns, Repeated, Repetition
-from ckpt_tools.formats.pickle.torch_stubs import (
-    Function,
-    StandIn,
-    StateRecord,
-    TorchDType,
-    as_counts,
-    opaque_class,
-    record_class,
-    shown,
-)
+from ckpt_tools.formats.pickle.nodes import Columns, Function, Global, Instance, Repeated, shown
+from ckpt_tools.formats.pickle.replay import Repetition
+from ckpt_tools.formats.pickle.torch_stubs import as_counts, dtype_name, is_dtype
 from ckpt_tools.storage.paths import inside
 
 Offsets = tuple[int, ...]
@@ -149,28 +141,12 @@ def _transforms(value: object) -> tuple[str, ...]:
     return tuple(item if is_word(item) else shown(item) for item in value)
 
 
-class _TensorProperties(StandIn):
-    """A tuple (dtype, layout, requires grad, memory format, pinned, …), of which two matter."""
-
-    __slots__ = ("dtype", "layout")
-
-    dtype: object
-    layout: object
-
-    def __setstate__(self, state: object) -> None:
-        if type(state) is dict:
-            self.dtype, self.layout = state["dtype"], state.get("layout")
-        elif type(state) is tuple and len(state) >= 2:
-            self.dtype, self.layout = state[:2]
-        else:
-            raise TypeError("tensor properties without an element type")
-
-
-_TensorStorage = record_class("_TensorStorage")  # a TensorStorageMetadata
-_BytesStorage = record_class("_BytesStorage")
-_StorageMeta = record_class("_StorageMeta")
-_Metadata = record_class("_Metadata")
-_Plan = record_class("_Plan")  # a SavePlan, or what is in one
+_CHECKPOINT = "torch.distributed.checkpoint.metadata"
+_METADATA = Global(_CHECKPOINT, "Metadata")
+_TENSOR = Global(_CHECKPOINT, "TensorStorageMetadata")
+_PROPERTIES = Global(_CHECKPOINT, "TensorProperties")
+_BYTES = Global(_CHECKPOINT, "BytesStorageMetadata")
+_STORAGE_META = Global(_CHECKPOINT, "StorageMeta")
 
 
 class TensorMeta(NamedTuple):
@@ -223,7 +199,6 @@ _FIELDS = frozenset(
     {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 )
 _OF_MEGATRON = frozenset({"all_local_plans", "mcore_data"})
-_CHECKPOINT = "torch.distributed.checkpoint.metadata"
 # Plans of the save, which Megatron-core's dist_checkpointing (torch_dist) keeps in `.metadata`.
 _PLANNER = "torch.distributed.checkpoint.planner"
 _OTHER_LIBRARY = (
@@ -234,28 +209,20 @@ _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath")
 
 METADATA_GLOBALS: dict[str, object] = {
-    **DTYPES,
-    **{
-        f"{m}.{name}": Function(lambda parts: parts)  # joined where it is wanted, not at each call
-        for m in ("pathlib", "pathlib._local")
-        for name in _PATHS
-    },
-    f"{_CHECKPOINT}.Metadata": _Metadata,
-    f"{_CHECKPOINT}.TensorStorageMetadata": _TensorStorage,
-    f"{_CHECKPOINT}.BytesStorageMetadata": _BytesStorage,
-    f"{_CHECKPOINT}.TensorProperties": _TensorProperties,
+    # Parts of a path, which are joined where it is wanted, not at each call.
+    **{f"pathlib.{name}": Function(lambda parts: parts) for name in _PATHS},
+    **{one.asked: one for one in (_METADATA, _TENSOR, _PROPERTIES, _BYTES, _STORAGE_META)},
     f"{_CHECKPOINT}.ChunkStorageMetadata": _ChunkStorage,
     f"{_CHECKPOINT}.MetadataIndex": _MetadataIndex,
-    f"{_CHECKPOINT}.StorageMeta": _StorageMeta,
     **{
-        f"{_PLANNER}.{name}": _Plan
+        f"{_PLANNER}.{name}": Global(_PLANNER, name)
         for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
     },
     f"{_PLANNER}.WriteItemType": Function(_first),
     f"{_CHECKPOINT}._MEM_FORMAT_ENCODING": Function(_first),
     f"{_CHECKPOINT}.MEM_FORMAT_ENCODING": Function(_first),
     # torch 2.2 and before took these two from its sharded tensors, whatever was saved.
-    f"{_SHARDED}.TensorProperties": _TensorProperties,
+    f"{_SHARDED}.TensorProperties": _PROPERTIES,
     f"{_SHARDED}.MEM_FORMAT_ENCODING": Function(_first),
     "torch.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,
     # OLMo-core writes by a copy of torch's writer, with the same fields.
@@ -263,9 +230,10 @@ METADATA_GLOBALS: dict[str, object] = {
     "torch.serialization._get_layout": Function(_first),
     "torch.Size": _SIZE,
     "torch.strided": "torch.strided",
-    "torch.contiguous_format": opaque_class("torch.contiguous_format"),
-    "torch.preserve_format": opaque_class("torch.preserve_format"),
-    "torch.channels_last": opaque_class("torch.channels_last"),
+    **{
+        f"torch.{name}": Global("torch", name)
+        for name in ("contiguous_format", "preserve_format", "channels_last")
+    },
     "collections.OrderedDict": Function(lambda _: {}),
 }
 
@@ -286,10 +254,15 @@ def load_metadata(data: bytes, *, where: str, replay_from: int = _REPLAY_FROM) -
             raise UnreadableError("is damaged: an object in it has no state.") from error
 
 
-def _resolved(name: str) -> object:
+def _is(value: object, kind: Global) -> TypeGuard[Instance]:
+    return isinstance(value, Instance) and value.cls is kind
+
+
+def _resolved(asked: Global) -> object:
+    name = asked.asked
     stub = METADATA_GLOBALS.get(name)
-    if stub is None and is_torch_dtype(name):
-        return TorchDType(name)
+    if stub is None and is_dtype(name):
+        return TorchValue(name)
     if stub is None:
         raise UnsafePickleError(
             f"asks for {name}, which DCP metadata of torch 2.1 to 2.15 does not have; "
@@ -305,9 +278,10 @@ def _no_storage(_pid: object) -> object:
 
 def _metadata(value: object, length: int) -> Metadata:
     """What it says in a pickle of so many bytes."""
-    if not isinstance(value, _Metadata):
+    if not _is(value, _METADATA):
         raise UnreadableError(f"holds no DCP metadata, but {shown(value)}.")
-    entries = value.state.get("state_dict_metadata")
+    fields = value.fields
+    entries = fields.get("state_dict_metadata")
     if type(entries) is not dict:
         raise UnreadableError("lists no tensors: it has no state_dict_metadata.")
     tensors: dict[str, TensorMeta] = {}
@@ -315,47 +289,55 @@ def _metadata(value: object, length: int) -> Metadata:
     cuts = _Cuts(length)
     for key, entry in entries.items():
         fqn = as_name(key)
-        if isinstance(entry, _TensorStorage):
-            tensors[fqn] = _tensor(fqn, entry, cuts)
-        elif isinstance(entry, _BytesStorage):
+        if _is(entry, _TENSOR):
+            tensors[fqn] = _tensor(fqn, entry.fields, cuts)
+        elif _is(entry, _BYTES):
             objects.add(fqn)
         else:
             raise UnreadableError(f"describes {fqn} as {shown(entry)}.")
-    strangers = value.state.keys() - _FIELDS
-    if strangers and "planner_data" not in value.state:  # a flipped bit in the field's name
+    strangers = fields.keys() - _FIELDS
+    if strangers and "planner_data" not in fields:  # a flipped bit in the field's name
         raise UnreadableError(f"has no planner_data, but {shown(min(strangers, key=str))}.")
-    meta = value.state.get("storage_meta")
+    meta = fields.get("storage_meta")
     return Metadata(
         tensors,
         objects=frozenset(objects),
-        storage=_storage(value.state.get("storage_data")),
-        planner_data=_planner_data(value.state.get("planner_data"), TextBound(length)),
-        version=_text(value.state.get("version")),
-        checkpoint_id=_text(meta.state.get("checkpoint_id"))
-        if isinstance(meta, _StorageMeta)
-        else None,
-        reshaped=_reshaped(value) if strangers & _OF_MEGATRON else None,
+        storage=_storage(fields.get("storage_data")),
+        planner_data=_planner_data(fields.get("planner_data"), TextBound(length)),
+        version=_text(fields.get("version")),
+        checkpoint_id=_text(meta.fields.get("checkpoint_id")) if _is(meta, _STORAGE_META) else None,
+        reshaped=_reshaped(fields.get("mcore_data")) if strangers & _OF_MEGATRON else None,
     )
 
 
-def _reshaped(value: StateRecord) -> frozenset[str]:
+def _reshaped(noted: object) -> frozenset[str]:
     """The tensors of which only pieces of ranks are stored, as if those were another dimension."""
-    noted = value.state.get("mcore_data")
     kept = noted.items() if type(noted) is dict else ()
     return frozenset(as_name(fqn) for fqn, one in kept if type(one) is dict and one)
 
 
-def _tensor(fqn: str, entry: StateRecord, cuts: _Cuts) -> TensorMeta:
-    properties, chunks = entry.state.get("properties"), entry.state.get("chunks")
-    if not isinstance(properties, _TensorProperties) or type(chunks) is not list:
+def _tensor(fqn: str, entry: dict[object, object], cuts: _Cuts) -> TensorMeta:
+    properties, chunks = entry.get("properties"), entry.get("chunks")
+    if not _is(properties, _PROPERTIES) or type(chunks) is not list:
         raise UnreadableError(f"describes {fqn} without its properties or chunks.")
-    if not isinstance(properties.dtype, TorchDType):
-        raise UnreadableError(f"gives {fqn} the element type {shown(properties.dtype)}.")
-    layout = properties.layout
+    found, layout = _type_and_layout(properties)
+    dtype = dtype_name(found)
+    if dtype is None:
+        raise UnreadableError(f"gives {fqn} the element type {shown(found)}.")
     if layout is not None and (type(layout) is not str or layout != "torch.strided"):
         raise UnsupportedError(f"{fqn} is stored with layout {shown(layout)}.")
-    shape = as_counts(entry.state.get("size"), f"the shape of {fqn}")
-    return TensorMeta(properties.dtype.name, shape, cuts.boxes(fqn, shape, chunks))
+    shape = as_counts(entry.get("size"), f"the shape of {fqn}")
+    return TensorMeta(dtype, shape, cuts.boxes(fqn, shape, chunks))
+
+
+def _type_and_layout(properties: Instance) -> tuple[object, object]:
+    """Two of (dtype, layout, requires grad, memory format, pinned, …): a tuple, a dict before."""
+    state = properties.state
+    if type(state) is tuple and len(state) >= 2:
+        return state[0], state[1]
+    if not properties.fields:
+        raise AttributeError("state")
+    return properties.fields.get("dtype"), properties.fields.get("layout")
 
 
 class _Cuts:

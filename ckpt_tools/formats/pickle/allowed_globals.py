@@ -7,133 +7,26 @@ written ``module.name`` with the module of Python 3 (``builtins``, not ``__built
 from __future__ import annotations
 
 import builtins
-import re
 import shlex
 from collections.abc import Collection
 
-from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.configs import is_config
-from ckpt_tools.formats.pickle.rebuild import (
-    DTENSOR,
-    PARAMETER,
-    REBUILD_FROM_TYPE,
-    REBUILD_NPU_TENSOR,
-    REBUILD_PARAMETER,
-    REBUILD_TENSOR,
-    REBUILD_TENSOR_V3,
-    REBUILD_WRAPPER,
-    TENSOR,
-)
-from ckpt_tools.formats.pickle.torch_stubs import (
-    STORAGES,
-    DeviceMeshRecord,
-    MeshLayoutRecord,
-    PartialRecord,
-    ReplicateRecord,
-    ShardOrderRecord,
-    ShardRecord,
-    SpecRecord,
-    StorageClass,
-    StridedShardRecord,
-    TensorMetaRecord,
-    TorchDType,
-)
+from ckpt_tools.formats.pickle.rebuild import TENSOR_CLASSES
 
 SHARDED_TENSOR_MODULES = ("torch.distributed._shard.", "torch.distributed._sharded_tensor.")
-
-DTYPES: dict[str, TorchDType] = {f"torch.{name}": TorchDType(f"torch.{name}") for name in BY_NAME}
-
-_DTYPE_NAME = re.compile(
-    r"torch\.(?:q?u?int\d+(?:x\d+)?|b?float\d+(?:_e\d+m\d+\w*)?|complex\d+|bits\d+(?:x\d+)?|bool)"
-)
-
-# Quantized elements mean nothing without their scales: a tensor of them is refused by name.
-_QUANTIZED_STORAGES = {
-    "QInt8Storage": "qint8",
-    "QUInt8Storage": "quint8",
-    "QInt32Storage": "qint32",
-    "QUInt4x2Storage": "quint4x2",
-    "QUInt2x4Storage": "quint2x4",
-}
-_UNTYPED_STORAGES = (
-    "torch.storage.UntypedStorage",
-    "torch.storage._UntypedStorage",
-    "torch.UntypedStorage",
-)
-
-
-def _storages() -> dict[str, StorageClass]:
-    """The storage classes; torch before 2.0 had the same names again under ``torch.cuda``."""
-    table = {name: StorageClass(name, None) for name in _UNTYPED_STORAGES}
-    dtypes = {name: dtype for dtype, name in STORAGES.items()} | _QUANTIZED_STORAGES
-    for last, dtype in dtypes.items():
-        for name in (f"torch.{last}", f"torch.cuda.{last}"):
-            table[name] = StorageClass(name, dtype)
-    return table
-
-
-_PLACEMENT_MODULES = (
-    "torch.distributed.tensor.placement_types",
-    "torch.distributed._tensor.placement_types",
-    "torch.distributed.tensor._dtensor_spec",
-    "torch.distributed._tensor._dtensor_spec",
-)
-_PLACEMENT_CLASSES: dict[str, type] = {
-    "Shard": ShardRecord,
-    "_StridedShard": StridedShardRecord,
-    "Replicate": ReplicateRecord,
-    "Partial": PartialRecord,
-    "_Partial": PartialRecord,
-    "_MaskPartial": PartialRecord,
-    "DTensorSpec": SpecRecord,
-    "TensorMeta": TensorMetaRecord,
-    "ShardOrderEntry": ShardOrderRecord,
-}
-
-TENSOR_GLOBALS: dict[str, object] = {
-    **DTYPES,
-    **_storages(),
-    **{
-        f"{module}.{name}": stand_in
-        for module in _PLACEMENT_MODULES
-        for name, stand_in in _PLACEMENT_CLASSES.items()
-    },
-    "torch.Tensor": TENSOR,
-    "torch.nn.parameter.Parameter": PARAMETER,
-    "torch.nn.Parameter": PARAMETER,
-    "torch.distributed.tensor.DTensor": DTENSOR,
-    "torch.distributed.tensor._api.DTensor": DTENSOR,
-    "torch.distributed._tensor.DTensor": DTENSOR,
-    "torch.distributed._tensor.api.DTensor": DTENSOR,
-    "torch.distributed.device_mesh.DeviceMesh": DeviceMeshRecord,
-    "torch.distributed._tensor.device_mesh.DeviceMesh": DeviceMeshRecord,
-    "torch.distributed._mesh_layout._MeshLayout": MeshLayoutRecord,
-    "torch.distributed._mesh_layout._FlatLayout": MeshLayoutRecord,
-    "torch.fx.passes.shape_prop.TensorMetadata": TensorMetaRecord,
-    "torch._utils._rebuild_tensor": REBUILD_TENSOR,
-    "torch._utils._rebuild_tensor_v2": REBUILD_TENSOR,
-    "torch._utils._rebuild_tensor_v3": REBUILD_TENSOR_V3,
-    "torch_npu.utils.storage._rebuild_npu_tensor": REBUILD_NPU_TENSOR,
-    "torch._utils._rebuild_parameter": REBUILD_PARAMETER,
-    "torch._utils._rebuild_parameter_with_state": REBUILD_PARAMETER,
-    "torch._utils._rebuild_wrapper_subclass": REBUILD_WRAPPER,
-    "torch._tensor._rebuild_from_type_v2": REBUILD_FROM_TYPE,
-    "torch._tensor._rebuild_from_type": REBUILD_FROM_TYPE,
-}
 
 # Data of Python and numpy, and the constants of torch, that training states are full of. They are
 # never opened. A module stands for every name in it.
 # fmt: off
 _OPAQUE_MODULES = frozenset({
     "argparse", "array", "collections", "datetime", "decimal", "enum", "fractions", "ipaddress",
-    "numpy", "numpy._core.multiarray", "numpy._core.numeric", "numpy.core.multiarray",
-    "numpy.core.numeric", "numpy.dtypes", "numpy.random", "numpy.random._generator",
-    "numpy.random._mt19937", "numpy.random._pcg64", "numpy.random._philox", "numpy.random._pickle",
-    "numpy.random._sfc64", "numpy.random.bit_generator", "numpy.random.mtrand", "omegaconf.base",
-    "omegaconf.dictconfig", "omegaconf.listconfig", "omegaconf.nodes", "pathlib", "pathlib._local",
-    "random", "re", "uuid", "zoneinfo",
+    "numpy", "numpy._core.multiarray", "numpy._core.numeric", "numpy.dtypes", "numpy.random",
+    "numpy.random._generator", "numpy.random._mt19937", "numpy.random._pcg64",
+    "numpy.random._philox", "numpy.random._pickle", "numpy.random._sfc64",
+    "numpy.random.bit_generator", "numpy.random.mtrand", "omegaconf.base", "omegaconf.dictconfig",
+    "omegaconf.listconfig", "omegaconf.nodes", "pathlib", "random", "re", "uuid", "zoneinfo",
 })
 _OPAQUE_NAMES = frozenset({
     "_codecs.encode", "_io.BytesIO", "copyreg.__newobj__", "copyreg.__newobj_ex__",
@@ -197,30 +90,7 @@ _TORCH_RUNNERS = (
 _NUMPY_RUNNERS = ("numpy.testing", "numpy.load", "numpy.f2py", "numpy.distutils")
 
 
-# What an object is, where a pickle asks for the function that makes it.
-_MADE_BY = {
-    "numpy._core.multiarray._reconstruct": "numpy.ndarray",
-    "numpy._core.multiarray.scalar": "numpy.generic",
-    "numpy._core.numeric._frombuffer": "numpy.ndarray",
-    "numpy.core.multiarray._reconstruct": "numpy.ndarray",
-    "numpy.core.numeric._frombuffer": "numpy.ndarray",
-    "numpy.core.multiarray.scalar": "numpy.generic",
-    "numpy.random._pickle.__bit_generator_ctor": "numpy.random.BitGenerator",
-    "numpy.random._pickle.__generator_ctor": "numpy.random.Generator",
-    "numpy.random._pickle.__randomstate_ctor": "numpy.random.RandomState",
-    "torch._tensor._rebuild_from_type": "torch.Tensor",
-    "torch._tensor._rebuild_from_type_v2": "torch.Tensor",
-}
-
-
 _MAX_NAMED = 20
-
-
-def made_by(name: str) -> str:
-    """The class of what a global makes, as far as it is known; else the global itself."""
-    if name.startswith("torch._utils._rebuild"):
-        return "torch.Tensor"
-    return _MADE_BY.get(name, name.replace("pathlib._local.", "pathlib."))
 
 
 def is_harmless(name: str) -> bool:
@@ -228,7 +98,11 @@ def is_harmless(name: str) -> bool:
     module, _, last = name.rpartition(".")
     if module == "builtins":
         return last in _BUILTIN_TYPES
-    if is_config(name) or (module == "torch" and last in _TORCH_CONSTANTS):
+    if (
+        name in TENSOR_CLASSES
+        or is_config(name)
+        or (module == "torch" and last in _TORCH_CONSTANTS)
+    ):
         return True
     return name in _OPAQUE_NAMES or (module in _OPAQUE_MODULES and not is_runner(name))
 
@@ -236,16 +110,11 @@ def is_harmless(name: str) -> bool:
 def is_runner(name: str) -> bool:
     """Whether a global is known to run code or reach the system; it can never be allowed."""
     module, _, last = name.rpartition(".")
-    if name in _OPAQUE_NAMES or is_config(name) or module in _OPAQUE_MODULES:
+    if name in _OPAQUE_NAMES | TENSOR_CLASSES or is_config(name) or module in _OPAQUE_MODULES:
         return name.startswith(_NUMPY_RUNNERS)
     if module == "builtins":
         return last not in _BUILTIN_TYPES
     return name.partition(".")[0] in _RUNNERS or name.startswith(_TORCH_RUNNERS + _NUMPY_RUNNERS)
-
-
-def is_torch_dtype(name: str) -> bool:
-    """Whether a global is an element type of torch, those included that we cannot read."""
-    return _DTYPE_NAME.fullmatch(name) is not None
 
 
 def runner_error(name: str) -> UnsafePickleError:

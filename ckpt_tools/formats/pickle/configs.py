@@ -12,7 +12,7 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_KEY_BITS,
     TextBound,
 )
-from ckpt_tools.formats.pickle.torch_stubs import OpaqueObject, shown
+from ckpt_tools.formats.pickle.nodes import Instance, shown
 
 CONFIG_CLASSES = frozenset(
     {
@@ -39,7 +39,7 @@ class Configs:
         self._left = MAX_CONFIG_VALUES
         self._text = text
 
-    def fields(self, config: OpaqueObject) -> PlainValue:
+    def fields(self, config: Instance) -> PlainValue:
         """What a config holds; None where it is too much or endless."""
         try:
             return self._plain(config, 0)
@@ -50,7 +50,7 @@ class Configs:
         self._left -= 1
         if self._left < 0 or depth > MAX_CONFIG_DEPTH:
             raise _EndlessError
-        if isinstance(value, OpaqueObject) and is_config(value.name):
+        if isinstance(value, Instance) and is_config(value.qualname):
             return self._plain(self._inside(value), depth + 1)
         if isinstance(value, dict):
             return {self._key(key): self._plain(item, depth + 1) for key, item in value.items()}
@@ -58,7 +58,7 @@ class Configs:
             return [self._plain(item, depth + 1) for item in value]
         return self._leaf(value)
 
-    def _inside(self, config: OpaqueObject) -> object:
+    def _inside(self, config: Instance) -> object:
         """What it holds: OmegaConf's containers and nodes keep that in an attribute."""
         state = config.state if type(config.state) is dict else {}
         for name in ("_content", "_val"):

@@ -6,16 +6,17 @@ Here it becomes nested plain dicts, lists and tuples that are safe to walk throu
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import TypeGuard
 
 from ckpt_tools.core.plain_values import PickledValue, Size, TorchValue
 from ckpt_tools.core.text import MAX_NAME, is_text
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
-from ckpt_tools.formats.pickle.closed_values import ClosedValues, NotPicklableError
+from ckpt_tools.formats.pickle.closed_values import ClosedValues
+from ckpt_tools.formats.pickle.dump import NotPicklableError
 from ckpt_tools.formats.pickle.limits import (
     BYTES_OF_ITEM,
     FREE_VALUES,
@@ -27,30 +28,25 @@ from ckpt_tools.formats.pickle.limits import (
     TextBound,
     is_word,
 )
+from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, call, shown
 from ckpt_tools.formats.pickle.torch_stubs import (
     LAYOUTS,
-    Function,
-    Marker,
-    NumpyDType,
     Opaque,
-    OpaqueObject,
-    PickledDict,
-    PickledOrderedDict,
-    StoredDTensor,
+    Stored,
     StoredPieces,
-    StoredTensor,
-    TorchDType,
-    VersionObject,
     as_counts,
-    of_bytearray,
-    opaque_class,
-    shown,
 )
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-_SCALAR = opaque_class("numpy._core.multiarray.scalar", "numpy.generic")
-_SET, _FROZENSET = opaque_class("builtins.set"), opaque_class("builtins.frozenset")
-_STORED = frozenset({StoredTensor, StoredDTensor, StoredPieces, Opaque})
+_SCALAR = Global("numpy._core.multiarray", "scalar")
+_RECONSTRUCT, _ARRAY = Global("numpy._core.multiarray", "_reconstruct"), Global("numpy", "ndarray")
+_FROM_BUFFER, _DTYPE = Global("numpy._core.numeric", "_frombuffer"), Global("numpy", "dtype")
+_LITTLE_ENDIAN: tuple[object, ...] = (
+    (3, "<", None, None, None, -1, -1, 0),
+    (3, "|", None, None, None, -1, -1, 0),
+)
+_TORCH_VERSION = Global("torch.torch_version", "TorchVersion")
+_VERSION = re.compile(r"[0-9A-Za-z.+-]{1,80}")
 
 
 class Containers:
@@ -61,7 +57,7 @@ class Containers:
 
     def __init__(self, length: int) -> None:
         self._left = MAX_COPIED + length
-        self._table: dict[str, Function | type[OpaqueObject]] = {
+        self.table = {
             "_codecs.encode": Function(self._encode),
             "builtins.bytes": Function(self._bytes, "builtins.bytes"),
             "builtins.complex": Function(self._complex, "builtins.complex"),
@@ -70,26 +66,15 @@ class Containers:
             "builtins.type": Function(self._type, "builtins.type"),
             "collections.Counter": Function(self._counter, "collections.Counter"),
             "collections.OrderedDict": Function(self._dict, "collections.OrderedDict"),
-            "collections.defaultdict": Function(self._empty, "collections.defaultdict"),
+            "collections.defaultdict": Function(lambda _: {}, "collections.defaultdict"),
             "copyreg._reconstructor": Function(self._reconstructed, "copyreg._reconstructor"),
             "datetime.timedelta": Function(_timedelta, "datetime.timedelta"),
             "numpy._core.multiarray.scalar": Function(_scalar, "numpy.generic"),
-            "numpy.core.multiarray.scalar": Function(_scalar, "numpy.generic"),
-            NumpyDType.qualname: NumpyDType,
+            "numpy._core.numeric._frombuffer": Function(self._array, "numpy.ndarray"),
             "torch.Size": Function(self._size, "torch.Size"),
             "torch.device": Function(_device, "torch.device"),
             "torch.serialization._get_layout": Function(_layout, "torch.layout"),
-            VersionObject.qualname: VersionObject,
         }
-
-    @property
-    def names(self) -> Collection[str]:
-        """The globals that are known."""
-        return self._table.keys()
-
-    def get(self, name: str) -> Function | type[OpaqueObject] | None:
-        """The stand-in for a global, or None."""
-        return self._table.get(name)
 
     def _copy(self, size: int) -> None:
         self._left -= size
@@ -118,7 +103,9 @@ class Containers:
         if not isinstance(items, list | tuple):
             return Opaque("builtins.set")
         self._copy(BYTES_OF_ITEM * len(items))
-        return set(items) if all(type(item) in _ATOMS for item in items) else _SET(*args)
+        if all(type(item) in _ATOMS for item in items):
+            return set(items)
+        return call(Global("builtins", "set"), *args)
 
     def _type(self, args: tuple[object, ...]) -> object:
         """``(None,)``: how pickle writes the class of a constant. With more, it makes a class."""
@@ -129,24 +116,36 @@ class Containers:
     def _reconstructed(self, args: tuple[object, ...]) -> object:
         """``(class, base, state of the base)``: how protocol 0 and 1 make an object."""
         kind = args[0] if args else None
-        if _is_class(kind):
-            inherited = {} if args[2:] == (None,) else {"base": args[2:]}  # such as a dict's items
-            return kind.__new__(kind, **inherited)
+        if isinstance(kind, Global):
+            return Instance(
+                kind, whole=args[2:] == (None,)
+            )  # else with a dict's items, or the like
         return Opaque(getattr(kind, "qualname", "builtins.object"))
 
     def _frozenset(self, args: tuple[object, ...]) -> object:
         made = self._set(args)
-        return frozenset(made) if isinstance(made, set) else _FROZENSET(*args)
+        if isinstance(made, set):
+            return frozenset(made)
+        return call(Global("builtins", "frozenset"), *args)
 
     def _counter(self, args: tuple[object, ...]) -> object:
-        return args[0] if args and type(args[0]) is dict else PickledDict()
+        return args[0] if args and type(args[0]) is dict else {}
 
-    def _empty(self, _args: tuple[object, ...]) -> PickledDict:
-        return PickledDict()
+    def _array(self, args: tuple[object, ...]) -> object:
+        """``(buffer, dtype, shape, order)`` of protocol 5, as protocol 2 says it: every NumPy loads
+        that.
+        """
+        buffer, dtype, shape, order = args if len(args) == 4 else (None,) * 4
+        if not isinstance(buffer, bytes | bytearray) or order not in ("C", "F"):
+            return call(_FROM_BUFFER, *args)
+        self._copy(len(buffer))
+        made = call(_RECONSTRUCT, _ARRAY, (0,), b"b")
+        made.state = (1, shape, dtype, order == "F", bytes(buffer))
+        return made
 
-    def _dict(self, args: tuple[object, ...]) -> PickledDict:
+    def _dict(self, args: tuple[object, ...]) -> OrderedDict[object, object]:
         """``()``, or ``([[key, value], …],)`` as Python 2 wrote it."""
-        made = PickledOrderedDict()
+        made = OrderedDict[object, object]()
         pairs = args[0] if args else ()
         if not isinstance(pairs, list | tuple):
             raise UnreadableError(f"has an OrderedDict made of {shown(pairs)}.")
@@ -185,9 +184,24 @@ def _timedelta(args: tuple[object, ...]) -> object:
 def _scalar(args: tuple[object, ...]) -> object:
     """``(dtype, bytes)``: a scalar of NumPy, such as a float64 among hyper-parameters."""
     dtype, data = args if len(args) == 2 else (None, None)
-    code = dtype.code if isinstance(dtype, NumpyDType) else ""
+    code = _type_code(dtype)
     made = numpy_scalars.text_of(code, data) if isinstance(data, bytes) else None
-    return _SCALAR(*args) if made is None else TorchValue(made)
+    return call(_SCALAR, *args) if made is None else TorchValue(made)
+
+
+def _type_code(dtype: object) -> str:
+    """``f8`` or the like, of ``("<f8", False, True)`` or of ``("f8", …)`` and a byte order.
+
+    "" for all but the simple types: their states have fields.
+    """
+    if not isinstance(dtype, Instance) or dtype.cls != _DTYPE or not dtype.args:
+        return ""
+    text, state = dtype.args[0], dtype.state
+    if not is_word(text) or (state is not None and state not in _LITTLE_ENDIAN):
+        return ""
+    if text[:1] in ("<", "|"):
+        return text[1:]
+    return "" if state is None else text
 
 
 def _layout(args: tuple[object, ...]) -> object:
@@ -196,39 +210,42 @@ def _layout(args: tuple[object, ...]) -> object:
     return TorchValue(args[0]) if known else Opaque("torch.layout")
 
 
-def settled(value: object, *, length: int, is_allowed: Callable[[str], bool]) -> object:
+def settled(
+    value: object, *, length: int, is_allowed: Callable[[str], bool], unknown: Collection[str] = ()
+) -> object:
     """The same value of dicts, OrderedDicts, lists, tuples and sets, with only known leaves.
 
     What is shared stays shared. A closed value that can be pickled again is a PickledValue;
-    ``is_allowed`` says which further globals it may ask for. A dict with an opaque object as a key
-    is an opaque value with a flaw.
+    ``is_allowed`` says which further globals it may ask for, and one of a class that is ``unknown``
+    is an opaque value with a flaw. So is a dict with an object as a key.
 
     Raises UnreadableError for a value that contains itself, that is nested more than 200 deep, or
     that has too many nodes for a pickle of ``length`` bytes when each is counted as often as it is
     met.
     """
-    return _Settler(length, is_allowed).settle(value, 0)
+    return _Settler(length, is_allowed, unknown).settle(value, 0)
 
 
 class _Settler:
     """One walk over a graph of values."""
 
-    def __init__(self, length: int, is_allowed: Callable[[str], bool]) -> None:
+    def __init__(
+        self, length: int, is_allowed: Callable[[str], bool], unknown: Collection[str]
+    ) -> None:
         # id → the settled container, its nodes and its text; None while it is being walked through.
         self._done: dict[int, tuple[object, int, int] | None] = {}
         self._nodes = 0
         self._max_nodes = FREE_VALUES + VALUES_PER_BYTE * length  # one per byte, were none shared
         self._text = TextBound(length)
-        self._values = ClosedValues(_leaf, is_allowed, self._text, MAX_COPIED + 2 * length)
+        self._values = ClosedValues(is_allowed, self._text, MAX_COPIED + 2 * length)
+        self._unknown = unknown
         self._closed: dict[int, Opaque | TorchValue | PickledValue] = {}
 
     def settle(self, value: object, depth: int) -> object:
         """The settled value."""
         self._count(1)
         self._text.meet(value)
-        if type(value) is bytearray:
-            return self._of_closed(of_bytearray(value))
-        if isinstance(value, OpaqueObject) or _is_class(value):
+        if isinstance(value, Instance | Global | bytearray):
             if id(value) not in self._closed:
                 self._closed[id(value)] = self._of_closed(value)
             return self._closed[id(value)]
@@ -257,19 +274,39 @@ class _Settler:
         return made
 
     def _of_closed(
-        self, value: OpaqueObject | type[OpaqueObject]
+        self, value: Instance | Global | bytearray
     ) -> Opaque | TorchValue | PickledValue:
-        made = _opaque(value)
-        if isinstance(made, TorchValue) or made.flaw is not None:
-            return made
+        """The value as its pickle, or as one that is not opened, and why it cannot be used; or a
+        version of torch, which can.
+        """
+        if isinstance(value, bytearray):
+            return self._pickled(value, "builtins.bytearray")
+        cls = value.cls if isinstance(value, Instance) else value
+        if isinstance(value, Instance):
+            text = value.args[0] if len(value.args) == 1 else None
+            if cls == _TORCH_VERSION and type(text) is str and _VERSION.fullmatch(text):
+                return TorchValue(f"{cls.qualname}({text!r})")
+            if type(value.state) is dict and {"_parameters", "_modules"} <= value.state.keys():
+                return Opaque(cls.qualname, flaw=module_error(cls.qualname))
+        if cls.asked in self._unknown:
+            return Opaque(cls.qualname, flaw=unknown_error(self._unknown))
+        return self._pickled(value, cls.qualname)
+
+    def _pickled(
+        self, value: Instance | Global | bytearray, qualname: str
+    ) -> Opaque | PickledValue:
         try:
-            return self._values.pickled(value)
+            return self._values.pickled(value, qualname)
         except NotPicklableError as error:
-            holds_tensor = error.holds_tensor and made.qualname != "torch.Tensor"
-            return Opaque(f"{made.qualname} with tensors") if holds_tensor else made
+            odd = error.value
+        holds_tensor = isinstance(odd, Stored) or (
+            isinstance(odd, Opaque) and (odd.is_tensor or odd.qualname == "torch.Tensor")
+        )
+        tensors = holds_tensor and qualname != "torch.Tensor"
+        return Opaque(f"{qualname} with tensors" if tensors else qualname)
 
     def _container(self, value: object, depth: int) -> object:
-        if isinstance(value, PickledOrderedDict):
+        if isinstance(value, OrderedDict):
             return OrderedDict((self._key(key), self.settle(i, depth)) for key, i in value.items())
         if isinstance(value, dict):
             return {self._key(key): self.settle(item, depth) for key, item in value.items()}
@@ -304,44 +341,21 @@ class _Settler:
             raise UnreadableError(f"unfolds to more than {self._max_nodes:,} values.")
 
 
-_CONTAINERS = frozenset({dict, PickledDict, PickledOrderedDict, list, tuple, set, frozenset})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set, frozenset})
 
 
 def _leaf(value: object) -> object:
     """A value that is known, or the name of what is not."""
     kind = type(value)
-    if kind in _STORED or kind in (Size, TorchValue):
+    if isinstance(value, Stored | Opaque | Size | TorchValue):
         return value
-    if isinstance(value, TorchDType):
-        return TorchValue(value.qualname)
     if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
         return Opaque("builtins.int")
     if kind is str and not is_text(str(value)):
         return Opaque("builtins.str")
     if kind in _ATOMS:
         return value
-    if isinstance(value, OpaqueObject) or _is_class(value):
-        return _opaque(value)
-    if isinstance(value, Marker | Function):
-        return Opaque(value.qualname)
-    return Opaque(kind.__name__)
-
-
-def _is_class(value: object) -> TypeGuard[type[OpaqueObject]]:
-    return isinstance(value, type) and issubclass(value, OpaqueObject)
-
-
-def _opaque(value: OpaqueObject | type[OpaqueObject]) -> Opaque | TorchValue:
-    """The object or class as a value that is not opened, and why it cannot be used; or a version
-    of torch, which can.
-    """
-    if isinstance(value, VersionObject) and value.text:
-        return TorchValue(f"{value.qualname}({value.text!r})")
-    if isinstance(value, OpaqueObject) and value.is_module:
-        return Opaque(value.qualname, flaw=module_error(value.qualname))
-    if value.unknown is None:
-        return Opaque(value.qualname)
-    return Opaque(value.qualname, flaw=unknown_error(value.unknown))
+    return Opaque(value.qualname if isinstance(value, Function) else kind.__name__)
 
 
 def as_name(value: object) -> str:

@@ -1,9 +1,9 @@
 """Writes the pickles that torch.save would write, without torch and without its classes.
 
-The input are nodes: plain Python values, and `Global`, `Call`, `Instance`,
-`Persistent` for what a pickle says about classes. Protocol 2, with the same opcodes in the same
-order as `pickle.Pickler`, so that a tensor's pickle is the same bytes. Equal strings are memoized
-as one; pickle itself would do so only for the same object.
+It takes plain Python values, and `Global`, `Instance`, `Persistent` for what a pickle says about
+classes (`nodes`). Protocol 2, with the same opcodes in the same order as `pickle.Pickler`, so that
+a tensor's pickle is the same bytes. Equal strings are memoized as one; pickle itself would do so
+only for the same object.
 
 A subclass of `pickle._Pickler` was tried in its place: 43 lines fewer, but 1.4 times as slow for
 each tensor (33 µs to 24), and it leans on methods that are private and differ between Pythons.
@@ -14,67 +14,39 @@ This room knows tensors; of checkpoint formats it knows nothing.
 from __future__ import annotations
 
 import struct
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pickle import encode_long
 from pickletools import genops
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import ObjectEntry
-from ckpt_tools.core.plain_values import PickledValue, Size, TorchValue
-from ckpt_tools.core.state_tree import Key
+from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
+from ckpt_tools.formats.pickle.limits import MAX_INT_BITS
+from ckpt_tools.formats.pickle.nodes import Global, Instance, call, is_key
 from ckpt_tools.formats.pickle.torch_stubs import LAYOUTS, STORAGES
 
-Node: TypeAlias = (
-    "bool | int | float | complex | str | bytes | Global | Call | Instance | Persistent | Blank"
-    " | PickledValue | AbstractSet[Node] | Sequence[Node] | Mapping[str, Node]"
-    " | Mapping[Key, Node] | None"
-)
 
+class NotPicklableError(Exception):
+    """A value that has no pickle here, which is ``value``, or lies in it."""
 
-@dataclass(frozen=True, slots=True)
-class Global:
-    """A class or function by name."""
-
-    module: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """What a function gives for these arguments; the same `Call` twice is one object."""
-
-    function: Global
-    args: tuple[Node, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Instance:
-    """An object made by ``cls.__new__(cls, *args)``, or by ``cls(*args)`` where it is ``called``.
-
-    Then it is given items, items with keys, and a state (None: it has none), which may hold it.
-    """
-
-    cls: Global
-    args: tuple[Node, ...] = ()
-    state: Node = None
-    called: bool = False
-    items: Sequence[Node] = ()
-    pairs: Sequence[tuple[Node, Node]] = ()
+    def __init__(self, value: object) -> None:
+        super().__init__(type(value).__name__)
+        self.value = value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persistent:
     """Something outside of the pickle: in torch.save, a storage."""
 
-    value: Node
+    value: object
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,11 +68,6 @@ class Draft(NamedTuple):
         return b"".join(chain.from_iterable(zip_longest(self.parts, codes, fillvalue=b"")))
 
 
-_Special: TypeAlias = (
-    "Call | Instance | Persistent | bytes | complex | Size | PickledValue | AbstractSet[Node]"
-)
-
-_SPECIAL = (Call, Instance, Persistent, bytes, complex, Size, PickledValue, AbstractSet)
 _BATCH = 1000  # how many items pickle puts between a MARK and a SETITEMS or APPENDS
 _DEVICE = "torch.device"
 _VERSION = "torch.torch_version.TorchVersion"
@@ -114,7 +81,7 @@ _REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 _UNTYPED = Global("torch.storage", "UntypedStorage")
 
 
-def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str = "cpu") -> Call:
+def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str = "cpu") -> Instance:
     """A packed row-major tensor that fills the storage ``data/{key}``, on device ``location``."""
     numel = 1
     for size in shape:
@@ -126,13 +93,13 @@ def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str =
     # torch gives an empty tensor the strides of one whose empty dimensions have size 1.
     strides = row_major_strides([max(1, size) for size in shape])
     sizes = (*shape,)  # a tuple of its own: the same one twice would be memoized, torch's are not
-    common = (storage, 0, sizes, strides, False, Call(ORDERED_DICT))
+    common = (storage, 0, sizes, strides, False, call(ORDERED_DICT))
     if name is None:
-        return Call(_REBUILD_V3, (*common, Global("torch", dtype.name)))
-    return Call(_REBUILD_V2, common)
+        return call(_REBUILD_V3, *common, Global("torch", dtype.name))
+    return call(_REBUILD_V2, *common)
 
 
-def object_node(entry: ObjectEntry) -> Node:
+def object_node(entry: ObjectEntry) -> PlainValue:
     """The value of an object that was opened.
 
     Raises UnsupportedError for an object that was not opened: there is no value to pickle.
@@ -146,36 +113,47 @@ def object_node(entry: ObjectEntry) -> Node:
     return entry.value
 
 
-def dumps(node: Node) -> bytes:
-    """The pickle of a node without blanks, protocol 2."""
+def dumps(node: object) -> bytes:
+    """The pickle of a node without blanks, protocol 2. Raises NotPicklableError."""
     return draft(node).filled(())
 
 
-def draft(node: Node) -> Draft:
+def draft(node: object) -> Draft:
     """The pickle of a node, protocol 2, to be filled with what its blanks stand for."""
-    writer = _PickleWriter()
-    writer.parts.append(b"\x80\x02")
-    writer.save(node)
-    writer.parts.append(b".")
-    ends = [*(place for place, _ in writer.blanks), len(writer.parts)]
-    starts = [0, *ends]
-    parts = tuple(b"".join(writer.parts[a:b]) for a, b in zip(starts, ends, strict=False))
-    return Draft(parts, tuple(number for _, number in writer.blanks))
+    return PickleWriter().draft(node)
 
 
-class _PickleWriter:
-    """Emits opcodes; ``_memo`` maps what was written before to its number."""
+class PickleWriter:
+    """Writes one pickle, of what is ``deepest`` in one another at most.
 
-    __slots__ = ("_alive", "_memo", "_memoized", "blanks", "parts")
+    ``parts`` are its opcodes.
+    """
 
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.blanks: list[tuple[int, int]] = []  # how many parts lie before it, and its number
-        self._memo: dict[int | str | Global, int] = {}
+    __slots__ = ("_alive", "_blanks", "_depth", "_memo", "_memoized", "parts")
+
+    def __init__(self, deepest: int = sys.maxsize) -> None:
+        self.parts: list[bytes] = [b"\x80\x02"]
+        self._blanks: list[tuple[int, int]] = []  # how many parts lie before it, and its number
+        self._memo: dict[int | str | Global, int] = {}  # what was written before, by its number
         self._memoized = 0
-        self._alive: list[Node] = []  # an id stays taken for as long as its object lives
+        self._alive: list[object] = []  # an id stays taken for as long as its object lives
+        self._depth = deepest
 
-    def save(self, node: Node) -> None:
+    @property
+    def names(self) -> set[str]:
+        """The globals that were written."""
+        return {key.asked for key in self._memo if isinstance(key, Global)}
+
+    def draft(self, node: object) -> Draft:
+        """The pickle of a node. Raises NotPicklableError."""
+        self._save(node)
+        self.parts.append(b".")
+        ends = [*(place for place, _ in self._blanks), len(self.parts)]
+        starts = [0, *ends]
+        parts = tuple(b"".join(self.parts[a:b]) for a, b in zip(starts, ends, strict=False))
+        return Draft(parts, tuple(number for _, number in self._blanks))
+
+    def _save(self, node: object) -> None:
         if isinstance(node, TorchValue):
             node = _of_torch(node)
         atom = _atom(node)
@@ -183,54 +161,57 @@ class _PickleWriter:
             self.parts.append(atom)
             return
         if isinstance(node, Blank):
-            self.blanks.append((len(self.parts), node.number))
+            self._blanks.append((len(self.parts), node.number))
             return
         key = node if isinstance(node, (str, Global)) else id(node)
         place = self._memo.get(key)
         if place is not None:
             self.parts.append(b"h%c" % place if place < 256 else b"j" + struct.pack("<I", place))
             return
+        self._depth -= 1
+        if self._depth < 0:
+            raise NotPicklableError(node)
         self._save_new(node, key)
+        self._depth += 1
 
-    def _save_new(self, node: Node, key: int | str | Global) -> None:
+    def _save_new(self, node: object, key: int | str | Global) -> None:
         if isinstance(node, str):
-            data = node.encode("utf-8", "surrogatepass")
-            self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
+            self.parts.append(_text(node))
+            self._memoize(key, node)
         elif isinstance(node, Global):
+            if "." in node.name:  # a class in a class, which protocol 2 has no opcode for
+                raise NotPicklableError(node)
             self.parts.append(f"c{node.module}\n{node.name}\n".encode())
-        elif isinstance(node, _SPECIAL):
-            self._save_special(node, key)
-            return
-        elif isinstance(node, Mapping):
+            self._memoize(key, node)
+        elif isinstance(node, dict):
             self._save_dict(node, key)
-            return
-        elif isinstance(node, Sequence):
-            self._save_sequence(node, key)
-            return
-        self._memoize(key, node)
-
-    def _save_special(self, node: _Special, key: int | str | Global) -> None:
-        if isinstance(node, Persistent):
-            self.save(node.value)
+        elif type(node) is list:
+            self._save_list(node, key)
+        elif type(node) is tuple:
+            self._save_tuple(node)
+            self._memoize(key, node)
+        elif isinstance(node, Persistent):
+            self._save(node.value)
             self.parts.append(b"Q")
-            return
-        if isinstance(node, PickledValue):
+        elif isinstance(node, PickledValue):
             self._splice(node)
-            return
-        if not isinstance(node, (Call, Instance)):
-            node = _as_call(node)
-        self.save(node.function if isinstance(node, Call) else node.cls)
-        self.save(node.args)
-        self.parts.append(b"R" if isinstance(node, Call) or node.called else b"\x81")
-        self._memoize(key, node)
-        if isinstance(node, Instance):
-            self._fill(node)
+        else:
+            made = node if isinstance(node, Instance) else _as_call(node)
+            self._save_instance(made, key)
 
-    def _fill(self, node: Instance) -> None:
-        self._save_batches(((item,) for item in node.items), count=len(node.items), end=b"e")
-        self._save_batches(node.pairs, count=len(node.pairs), end=b"u")
+    def _save_instance(self, node: Instance, key: int | str | Global) -> None:
+        if not node.whole:
+            raise NotPicklableError(node)
+        self._save(node.cls)
+        self._save(node.args)
+        self.parts.append(b"R" if node.called else b"\x81")
+        self._memoize(key, node)
+        if node.items:
+            self._save_batches(((item,) for item in node.items), count=len(node.items), end=b"e")
+        if node.pairs:
+            self._save_batches(node.pairs, count=len(node.pairs), end=b"u")
         if node.state is not None:
-            self.save(node.state)
+            self._save(node.state)
             self.parts.append(b"b")
 
     def _splice(self, value: PickledValue) -> None:
@@ -247,32 +228,28 @@ class _PickleWriter:
                 start = at + (5 if code.name.startswith("LONG") else 2)
         self.parts.append(value.pickle[start:-1])
 
-    def _save_sequence(self, node: Sequence[Node], key: int | str | Global) -> None:
-        if isinstance(node, tuple):
-            self._save_tuple(node)
-            self._memoize(key, node)
-            return
+    def _save_list(self, node: list[object], key: int | str | Global) -> None:
         self.parts.append(b"]")
         self._memoize(key, node)
         if len(node) == 1:
-            self.save(node[0])
+            self._save(node[0])
             self.parts.append(b"a")
             return
         self._save_batches(((item,) for item in node), count=len(node), end=b"e")
 
-    def _save_tuple(self, node: tuple[Node, ...]) -> None:
+    def _save_tuple(self, node: tuple[object, ...]) -> None:
         few = len(node) < len(_TUPLES)
         if not few:
             self.parts.append(b"(")
         for item in node:
-            self.save(item)
+            self._save(item)
         self.parts.append(_TUPLES[len(node)] if few else b"t")
 
-    def _save_dict(
-        self, node: Mapping[str, Node] | Mapping[Key, Node], key: int | str | Global
-    ) -> None:
+    def _save_dict(self, node: dict[object, object], key: int | str | Global) -> None:
+        if not all(map(is_key, node)):
+            raise NotPicklableError(node)
         if isinstance(node, OrderedDict):
-            self.save(ORDERED_DICT)
+            self._save(ORDERED_DICT)
             self.parts.append(b")R")
         else:
             self.parts.append(b"}")
@@ -284,7 +261,9 @@ class _PickleWriter:
             return
         self._save_batches(node.items(), count=len(node), end=b"u")
 
-    def _save_batches(self, groups: Iterable[tuple[Node, ...]], *, count: int, end: bytes) -> None:
+    def _save_batches(
+        self, groups: Iterable[tuple[object, ...]], *, count: int, end: bytes
+    ) -> None:
         rest = iter(groups)
         for _ in range(0, count, _BATCH):
             self.parts.append(b"(")
@@ -292,11 +271,11 @@ class _PickleWriter:
                 self._save_all(group)
             self.parts.append(end)
 
-    def _save_all(self, nodes: tuple[Node, ...]) -> None:
+    def _save_all(self, nodes: tuple[object, ...]) -> None:
         for node in nodes:
-            self.save(node)
+            self._save(node)
 
-    def _memoize(self, key: int | str | Global, node: Node) -> None:
+    def _memoize(self, key: int | str | Global, node: object) -> None:
         place = self._memoized
         self._memoized += 1
         self._memo[key] = place
@@ -304,38 +283,49 @@ class _PickleWriter:
         self.parts.append(b"q%c" % place if place < 256 else b"r" + struct.pack("<I", place))
 
 
-def _of_torch(value: TorchValue) -> Global | Call | Instance:
+def _of_torch(value: TorchValue) -> Global | Instance:
     """How pickle says these values: a dtype by its name, others by a call of their class."""
     if value in LAYOUTS:
-        return Call(Global("torch.serialization", "_get_layout"), (str(value),))
+        return call(Global("torch.serialization", "_get_layout"), str(value))
     made, _, inner = value.partition("(")
     if made == "datetime.timedelta":
-        return Call(Global("datetime", "timedelta"), tuple(map(int, inner[:-1].split(", "))))
+        return call(Global("datetime", "timedelta"), *map(int, inner[:-1].split(", ")))
     if value.startswith(numpy_scalars.PREFIX):
         code, data = numpy_scalars.code_and_bytes(value)
-        dtype = Call(Global("numpy", "dtype"), (f"<{code}", False, True))
-        return Call(Global("numpy._core.multiarray", "scalar"), (dtype, data))
+        dtype = Instance(Global("numpy", "dtype"), (f"<{code}", False, True), called=True)
+        return call(Global("numpy._core.multiarray", "scalar"), dtype, data)
     if made == _VERSION:
         return Instance(Global(*made.rsplit(".", 1)), (inner.strip("')"),))
     if not value.startswith(_DEVICE):
         return Global("torch", value.removeprefix("torch."))
     kind, _, index = value.removeprefix(_DEVICE).strip("'()").partition(":")
-    return Call(Global("torch", "device"), (kind, int(index)) if index else (kind,))
+    return call(Global("torch", "device"), *((kind, int(index)) if index else (kind,)))
 
 
-def _as_call(node: bytes | complex | Size | AbstractSet[Node]) -> Call:
-    """How protocol 2 says a value that has no opcode there."""
-    if isinstance(node, bytes):
-        return Call(Global("_codecs", "encode"), (node.decode("latin-1"), "latin1"))
-    if isinstance(node, complex):
-        return Call(Global("__builtin__", "complex"), (node.real, node.imag))
-    if isinstance(node, Size):
-        return Call(Global("torch", "Size"), ((*node,),))
-    name = "frozenset" if isinstance(node, frozenset) else "set"
-    return Call(Global("__builtin__", name), (sorted(node, key=repr),))
+def _as_call(node: object) -> Instance:
+    """How protocol 2 says a value that has no opcode there. Raises NotPicklableError."""
+    if type(node) is bytes:
+        return call(Global("_codecs", "encode"), node.decode("latin-1"), "latin1")
+    if type(node) is bytearray:
+        return call(Global("builtins", "bytearray"), node.decode("latin-1"), "latin-1")
+    if type(node) is complex:
+        return call(Global("__builtin__", "complex"), node.real, node.imag)
+    if type(node) is Size:
+        return call(Global("torch", "Size"), (*node,))
+    if isinstance(node, set | frozenset) and all(map(is_key, node)):
+        return call(Global("__builtin__", type(node).__name__), sorted(node, key=repr))
+    raise NotPicklableError(node)
 
 
-def _atom(node: Node) -> bytes | None:
+def _text(text: str) -> bytes:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        raise NotPicklableError(text) from None
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _atom(node: object) -> bytes | None:
     """The opcode of what is never memoized, or None."""
     if node is None:
         return b"N"
@@ -351,14 +341,14 @@ def _atom(node: Node) -> bytes | None:
 
 
 def encode_int(value: int) -> bytes:
-    """The shortest opcode for an integer, as pickle chooses it."""
+    """The shortest opcode for an integer of 128 bytes or less, as pickle chooses it."""
     if 0 <= value < 1 << 8:
         return b"K%c" % value
     if 0 <= value < 1 << 16:
         return b"M" + struct.pack("<H", value)
     if -(1 << 31) <= value < 1 << 31:
         return b"J" + struct.pack("<i", value)
+    if value.bit_length() > MAX_INT_BITS:
+        raise NotPicklableError(value)
     data = encode_long(value)
-    if len(data) < 256:
-        return b"\x8a%c" % len(data) + data
-    return b"\x8b" + struct.pack("<i", len(data)) + data
+    return b"\x8a%c" % len(data) + data

@@ -12,7 +12,8 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_INT_BITS,
     MAX_PLAIN,
 )
-from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, is_key
+from ckpt_tools.formats.pickle.nodes import is_key
+from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored
 
 _SCALARS = frozenset({bool, float, complex, bytes, type(None), TorchValue, PickledValue})
 

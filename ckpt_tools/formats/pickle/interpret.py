@@ -8,18 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckpt_tools.errors import CheckpointError, UnsafePickleError, printable
-from ckpt_tools.formats.pickle.limits import (
-    MAX_SHOWN,
-    is_word,
-)
+from ckpt_tools.formats.pickle.limits import is_word
 from ckpt_tools.formats.pickle.machine import Machine, Replay
-from ckpt_tools.formats.pickle.torch_stubs import OpaqueObject
+from ckpt_tools.formats.pickle.nodes import Global
 
 
 def interpret(
     data: bytes,
     *,
-    resolve: Callable[[str], object],
+    resolve: Callable[[Global], object],
     storage: Callable[[object], object],
     replay: Replay | None = None,
 ) -> tuple[object, int]:
@@ -39,13 +36,16 @@ def interpret(
         names = (module_name, global_name)
         module, last = _compat_pickle.NAME_MAPPING.get(names, names)
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
-        name = printable(f"{module}.{last}")
-        found = resolve(name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}…")
-        if "." in last and isinstance(found, type) and issubclass(found, OpaqueObject):
-            found.is_nested = True
-        return found
+        for old, new in _MOVED.items():
+            if module.startswith(old):
+                module = new + module[len(old) :]
+        return resolve(Global(printable(module), printable(last)))
 
     return Machine(data, named, storage, replay).run()
+
+
+# By the names that the oldest NumPy and Python load, too.
+_MOVED = {"numpy.core.": "numpy._core.", "pathlib._local": "pathlib"}
 
 
 @contextmanager

@@ -10,41 +10,31 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import BinaryIO
 
-from ckpt_tools.core.plain_values import PlainValue
+from ckpt_tools.core.plain_values import PlainValue, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH
-from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
+from ckpt_tools.errors import UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import (
     SHARDED_TENSOR_MODULES,
-    TENSOR_GLOBALS,
     is_harmless,
     is_runner,
-    is_torch_dtype,
-    made_by,
     runner_error,
 )
 from ckpt_tools.formats.pickle.containers import Containers, settled
 from ckpt_tools.formats.pickle.facts import FactFinder, type_name
 from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
-from ckpt_tools.formats.pickle.limits import (
-    MAX_OPAQUE_CLASSES,
-    MAX_PICKLE,
-)
+from ckpt_tools.formats.pickle.limits import MAX_PICKLE
 from ckpt_tools.formats.pickle.machine import CutPickleError
+from ckpt_tools.formats.pickle.nodes import Global
 from ckpt_tools.formats.pickle.rebuild import (
-    REBUILD_FROM_TYPE_NAMES,
-    REBUILD_NAMED,
+    NAMING_FUNCTIONS,
+    TENSOR_FUNCTIONS,
     module_class,
     refused_function,
     storage_from_id,
 )
-from ckpt_tools.formats.pickle.torch_stubs import (
-    Opaque,
-    OpaqueObject,
-    StoredStorage,
-    TorchDType,
-    opaque_class,
-)
+from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredStorage, is_dtype
 
+_REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
 _FIRST_READ = 64 * 1024
 
 
@@ -95,7 +85,7 @@ def _tensors(
 ) -> tuple[object, int]:
     """The state dict of a pickle, and its length; ``storages`` is filled with all that it names."""
 
-    def storage(pid: object) -> StoredStorage | type[OpaqueObject]:
+    def storage(pid: object) -> StoredStorage | Global:
         kind = module_class(pid)
         if kind is not None:
             return kind
@@ -103,14 +93,14 @@ def _tensors(
         storages[stored.key] = stored
         return stored
 
-    vocabulary = _Tensors(allow, len(data))
+    names = _Names(len(data), allow)
     try:
-        value, end = interpret(data, resolve=vocabulary, storage=storage)
+        value, end = interpret(data, resolve=names, storage=storage)
     except UnsafePickleError as error:
         _refuse_sharded_tensor(data)
         error.advice = _whole_model(data) or error.advice
         raise
-    made = settled(value, length=end, is_allowed=vocabulary.is_allowed)
+    made = settled(value, length=end, is_allowed=names.is_allowed, unknown=names.unknown)
     if isinstance(made, Opaque) and made.flaw is not None:
         raise made.flaw
     return made, end
@@ -124,10 +114,10 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     Raises UnsafePickleError when the pickle asks for what can run code, and UnsupportedError for
     a ShardedTensor.
     """
-    vocabulary = _Names(len(data))
+    names = _Names(len(data), None)
     with placed(where), collector_paused():
         try:
-            value, _ = interpret(data, resolve=vocabulary, storage=vocabulary.storage)
+            value, _ = interpret(data, resolve=names, storage=_named)
         except UnsafePickleError:
             _refuse_sharded_tensor(data)
             raise
@@ -139,78 +129,47 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     return Opaque(odd if "." in odd else f"builtins.{odd}")
 
 
-class _Tensors:
-    """The globals of a pickle of tensors."""
+def _named(_pid: object) -> Opaque:
+    return Opaque("torch.Tensor")
 
-    def __init__(self, allow: Collection[str], length: int) -> None:
-        self._allow = frozenset(allow)
-        self._unknown: dict[str, None] = {}
-        self._opaque: dict[str, type[OpaqueObject]] = {}
-        self._containers = Containers(length)
 
-    def __call__(self, name: str) -> object:
-        """The stand-in for a global."""
-        stub = TENSOR_GLOBALS.get(name) or self._containers.get(name)
-        if stub is not None:
-            return stub
+class _Names:
+    """What stands for the names that one pickle of ``length`` bytes asks for.
+
+    ``allow`` is None where no tensor is read. ``unknown`` are names that nobody knows.
+    """
+
+    def __init__(self, length: int, allow: Collection[str] | None) -> None:
+        self.unknown: set[str] = set()
+        self._reads_tensors = allow is not None
+        of_tensors = NAMING_FUNCTIONS if allow is None else TENSOR_FUNCTIONS
+        self._functions = {**of_tensors, **Containers(length).table}
+        self._allow = frozenset(allow or ())
+
+    def __call__(self, asked: Global) -> object:
+        """A function of ours, an element type, or the name itself. Raises UnsafePickleError for one
+        that can run code.
+        """
+        name = asked.asked
+        if name in self._functions:
+            return self._functions[name]
         if name.startswith(SHARDED_TENSOR_MODULES):
             raise _sharded_tensor_error()
-        if name.startswith(("torch._utils._rebuild", "torch._tensor._rebuild")):
-            return refused_function(name)
-        if is_torch_dtype(name):
-            return TorchDType(name)
+        if is_dtype(name):
+            return TorchValue(name)
         if is_runner(name):
             raise runner_error(name)
-        if is_harmless(name) or self.is_allowed(name):
-            return _opaque(name, self._opaque)
-        self._unknown[name] = None
-        return _opaque(name, self._opaque, self._unknown)
+        if self._reads_tensors and name.startswith(_REBUILD):
+            return refused_function(name)
+        if not is_harmless(name) and not self.is_allowed(name):
+            self.unknown.add(name)
+        return asked
 
     def is_allowed(self, name: str) -> bool:
         """Whether the user allows a global."""
         parts = name.split(".")
         above = (".".join(parts[:end]) + ".*" for end in range(1, len(parts)))
         return name in self._allow or not self._allow.isdisjoint(above)
-
-
-class _Names:
-    """The globals of a pickle from which only plain values are wanted."""
-
-    def __init__(self, length: int) -> None:
-        self._opaque: dict[str, type[OpaqueObject]] = {}
-        self._containers = Containers(length)
-
-    def __call__(self, name: str) -> object:
-        """The stand-in for a global."""
-        stub = self._containers.get(name)
-        if stub is not None:
-            return stub
-        if name.startswith(SHARDED_TENSOR_MODULES):
-            raise _sharded_tensor_error()
-        if is_runner(name) and name not in TENSOR_GLOBALS:
-            raise runner_error(name)
-        if name in REBUILD_FROM_TYPE_NAMES:
-            return REBUILD_NAMED
-        if is_torch_dtype(name):
-            return TorchDType(name)
-        return _opaque(name, self._opaque)
-
-    def storage(self, _pid: object) -> object:
-        """An opaque value for every storage."""
-        return Opaque("torch.Tensor")
-
-
-def _opaque(
-    name: str,
-    made: dict[str, type[OpaqueObject]],
-    unknown: Collection[str] | None = None,
-) -> type[OpaqueObject]:
-    """The class for an opaque global; a pickle cannot make more than a thousand of them."""
-    if name not in made:
-        if len(made) >= MAX_OPAQUE_CLASSES:
-            raise UnreadableError(f"asks for more than {MAX_OPAQUE_CLASSES:,} classes.")
-        made[name] = opaque_class(name, made_by(name), unknown)
-    return made[name]
 
 
 def _sharded_tensor_error() -> UnsupportedError:

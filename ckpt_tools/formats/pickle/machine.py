@@ -2,8 +2,8 @@ r"""Interprets a pickle: bytes in, a value out. This file is why no pickle can r
 
 A pickle is a program for a machine with a stack and a memo. Here each of its opcodes is one short
 function in `_STEPS`. They make numbers, texts, lists, dicts and tuples, and look names up in a
-table of ours. What is called is `_called`, and nothing else: the functions and classes of that
-table. A name that is not in it is never imported, and gives an error or an opaque value.
+table of ours. What is called is in `_called`, and nothing else: the functions of that table. Of any
+other name, and of what a pickle makes of it, a note is taken (`nodes`); it is never imported.
 
 The pickle of ``{"a": Size((1, 2))}``, what each opcode does, and the stack after it:
 
@@ -40,7 +40,7 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_SHOWN,
 )
 from ckpt_tools.formats.pickle.memo import Memo
-from ckpt_tools.formats.pickle.torch_stubs import Function, OpaqueObject, PickledDict, StandIn
+from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Repeated
 
 _NEWEST_PROTOCOL = 5
 # What Python raises for texts, numbers and keys that are none, and our functions for odd arguments.
@@ -143,7 +143,7 @@ class Machine:
 
     def check_keys(self, keys: Sequence[object]) -> None:
         """Check that these values may be hashed."""
-        if all(kind in _LIGHT or issubclass(kind, StandIn) for kind in set(map(type, keys))):
+        if all(kind in _LIGHT or issubclass(kind, Repeated) for kind in set(map(type, keys))):
             return
         weights = list(filter(None, map(_weight, keys)))
         self._heavy_keys += len(weights)
@@ -151,20 +151,20 @@ class Machine:
             raise UnreadableError("is hostile: its dicts have keys that take too long to compare.")
 
     def set_items(self, target: object, items: Sequence[object]) -> None:
-        """Give a dict or an opaque object these keys and values, which alternate."""
+        """Give a dict or an instance these keys and values, which alternate."""
         keys = items[::2]
         self.check_keys(keys)
         if len(items) % 2:
             raise ValueError("odd number of items for SETITEMS")
         if isinstance(target, dict):
             target.update(zip(keys, items[1::2], strict=True))
-        elif isinstance(target, OpaqueObject):
+        elif isinstance(target, Instance):
             target.pairs.extend(zip(keys, items[1::2], strict=True))
         else:
             raise TypeError(f"'{type(target).__name__}' object does not support item assignment")
 
 
-_LIGHT = frozenset({str, bytes, float, bool, type(None)})
+_LIGHT = frozenset({str, bytes, float, bool, type(None), Global, Instance})
 
 
 def _weight(key: object) -> int:
@@ -178,7 +178,7 @@ def _weight(key: object) -> int:
         elif type(value) is int:
             long = value.bit_length()
             weight += 0 if long <= 64 else MADE_KEY if long <= MAX_LONG_KEY_BITS else HEAVY_KEY
-        elif type(value) not in _LIGHT and not isinstance(value, StandIn):
+        elif type(value) not in _LIGHT and not isinstance(value, Repeated):
             weight += MADE_KEY
     return weight
 
@@ -189,36 +189,40 @@ def _damage(error: Exception) -> UnreadableError:
 
 
 def _called(function: object, args: object) -> object:
-    """What a function or a class of the table makes of arguments: all that is ever called."""
+    """What a function of the table makes of arguments: all that is ever called."""
     if type(args) is not tuple:
         raise TypeError("argument list must be a tuple")
-    try:
-        if isinstance(function, Function):
-            return function(*args)
-        if isinstance(function, type) and issubclass(function, StandIn):
-            return function(*args)
-    except LookupError as error:
-        raise _damage(error) from error
+    if isinstance(function, Function):
+        try:
+            return function.run(args)
+        except LookupError as error:
+            raise _damage(error) from error
+    if isinstance(function, Global):
+        return Instance(function, args, called=True)
     raise TypeError(f"'{type(function).__name__}' object is not callable")
 
 
 def _made(kind: object, args: object, kwargs: object = None) -> object:
-    """A new object of a class of the table, without a call of its ``__init__``."""
-    if not isinstance(kind, type) or not issubclass(kind, StandIn):
-        raise TypeError(f"NEWOBJ class argument must be a type, not {type(kind).__name__}")
+    """A new object of a class."""
     if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
         raise TypeError("argument list must be a tuple")
-    return kind.__new__(kind, *args, **(kwargs or {}))
+    if isinstance(kind, Global):
+        return Instance(kind, args, whole=not kwargs)
+    if isinstance(kind, type) and issubclass(kind, Repeated) and not args and not kwargs:
+        return kind()
+    raise TypeError(f"NEWOBJ class argument must be a type, not {type(kind).__name__}")
 
 
 def _filled(target: object, state: object) -> None:
-    """Give an object of ours its state; it takes what it knows of it."""
-    if isinstance(target, StandIn):
+    """Give an object its state; a dict of a class of its own loses its attributes."""
+    if isinstance(target, Instance):
+        target.state = state
+    elif isinstance(target, Repeated):
         try:
             target.__setstate__(state)
         except LookupError as error:
             raise _damage(error) from error
-    elif state is not None and not isinstance(target, PickledDict):
+    elif state is not None and not isinstance(target, dict):
         raise TypeError(f"'{type(target).__name__}' object takes no state")
 
 
@@ -400,7 +404,7 @@ def _dup(machine: Machine, at: int) -> int:
 
 
 def _add_items(target: object, items: Iterable[object]) -> None:
-    if isinstance(target, OpaqueObject):
+    if isinstance(target, Instance):
         target = target.items
     if not isinstance(target, list):
         raise TypeError(f"'{type(target).__name__}' object has no attribute 'append'")

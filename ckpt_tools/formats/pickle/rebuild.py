@@ -7,7 +7,7 @@ opaque value with a flaw: it is one entry's trouble, and the rest of the file is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -16,21 +16,11 @@ from ckpt_tools.errors import NotReadError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.limits import (
     is_word,
 )
+from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, shown
 from ckpt_tools.formats.pickle.torch_stubs import (
-    DeviceMeshRecord,
-    Function,
-    Marker,
-    MeshLayoutRecord,
+    STORAGES,
     Opaque,
-    OpaqueObject,
-    PartialRecord,
-    ReplicateRecord,
-    ShardOrderRecord,
-    ShardRecord,
     Sign,
-    SpecRecord,
-    StateRecord,
-    StorageClass,
     Stored,
     StoredDTensor,
     StoredMesh,
@@ -38,17 +28,57 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     StoredPlacement,
     StoredStorage,
     StoredTensor,
-    StridedShardRecord,
-    TensorMetaRecord,
-    TorchDType,
     as_count,
     as_counts,
-    shown,
+    dtype_name,
 )
 
-TENSOR = Marker("torch.Tensor")
-PARAMETER = Marker("torch.nn.parameter.Parameter")
-DTENSOR = Marker("torch.distributed.tensor.DTensor")
+_SPEC_MODULES = (
+    "torch.distributed.tensor.placement_types",
+    "torch.distributed._tensor.placement_types",
+    "torch.distributed.tensor._dtensor_spec",
+    "torch.distributed._tensor._dtensor_spec",
+)
+_OF_SPECS = (
+    *("Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "_MaskPartial"),
+    *("DTensorSpec", "TensorMeta", "ShardOrderEntry"),
+)
+_PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")
+_DTENSORS = (
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed.tensor._api.DTensor",
+    "torch.distributed._tensor.DTensor",
+    "torch.distributed._tensor.api.DTensor",
+)
+# Quantized elements mean nothing without their scales: a tensor of them is refused by name.
+_QUANTIZED = {
+    "QInt8Storage": "qint8",
+    "QUInt8Storage": "quint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+}
+# The classes of storages and their element types, None for bytes. torch before 2.0 had the same
+# names again under torch.cuda.
+_STORAGES: dict[str, str | None] = {
+    **dict.fromkeys(("torch.storage.UntypedStorage", "torch.storage._UntypedStorage")),
+    "torch.UntypedStorage": None,
+    **{
+        f"{module}.{name}": dtype
+        for name, dtype in ({name: dtype for dtype, name in STORAGES.items()} | _QUANTIZED).items()
+        for module in ("torch", "torch.cuda")
+    },
+}
+# The classes that these functions ask for.
+TENSOR_CLASSES = frozenset({
+    *(f"{module}.{name}" for module in _SPEC_MODULES for name in _OF_SPECS),
+    *(*_STORAGES, "torch.Tensor", *_PARAMETERS, *_DTENSORS),
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._tensor.device_mesh.DeviceMesh",
+    "torch.distributed._mesh_layout._MeshLayout",
+    "torch.distributed._mesh_layout._FlatLayout",
+    "torch.fx.passes.shape_prop.TensorMetadata",
+})  # fmt: skip
 
 RESAVE = (
     "Load it where it was saved, make plain dense tensors of it, and save it again; -x leaves the "
@@ -56,10 +86,21 @@ RESAVE = (
 )
 
 
-def module_class(pid: object) -> type[OpaqueObject] | None:
+def module_class(pid: object) -> Global | None:
     """The class of a module, which the older format names by an id with its source, or None."""
     kind = pid[1] if type(pid) is tuple and len(pid) == 4 and pid[0] == "module" else None
-    return kind if isinstance(kind, type) and issubclass(kind, OpaqueObject) else None
+    return kind if isinstance(kind, Global) else None
+
+
+def _asked(kind: object) -> str:
+    return kind.asked if isinstance(kind, Global) else ""
+
+
+def _of(value: object, *names: str) -> Instance | None:
+    """The value when it is an object of one of torch's classes of these names."""
+    if not isinstance(value, Instance) or value.cls.name not in names:
+        return None
+    return value if value.cls.asked in TENSOR_CLASSES else None
 
 
 def storage_from_id(pid: object) -> StoredStorage:
@@ -76,11 +117,12 @@ def storage_from_id(pid: object) -> StoredStorage:
             )
         raise UnreadableError(f"a persistent id that torch.save does not write: {shown(pid)}.")
     _, kind, key, location, numel = pid[:5]
-    if type(kind) is not StorageClass or not is_word(key) or not is_word(location):
+    name = _asked(kind)
+    if name not in _STORAGES or not is_word(key) or not is_word(location):
         raise UnreadableError("a storage without a class, a key or a location.")
     if len(pid) == 6 and pid[5] is not None:
         raise UnsupportedError("a storage that is a view of another one.", hint=RESAVE)
-    return StoredStorage(key, kind.dtype, location, as_count(numel, "the size of a storage"))
+    return StoredStorage(key, _STORAGES[name], location, as_count(numel, "the size of a storage"))
 
 
 def _rebuild_tensor(args: tuple[object, ...]) -> StoredTensor:
@@ -97,9 +139,10 @@ def _rebuild_npu_tensor(args: tuple[object, ...]) -> StoredTensor:
 
 def _rebuild_tensor_v3(args: tuple[object, ...]) -> StoredTensor:
     """``(storage, storage_offset, size, stride, requires_grad, hooks, dtype[, metadata])``."""
-    if not 7 <= len(args) <= 8 or not isinstance(args[6], TorchDType):
+    dtype = dtype_name(args[6]) if 7 <= len(args) <= 8 else None
+    if dtype is None:
         raise UnreadableError("a tensor without an element type.")
-    return _tensor(args, args[6].name, sign=_sign(args[7] if len(args) == 8 else None))
+    return _tensor(args, dtype, sign=_sign(args[7] if len(args) == 8 else None))
 
 
 def _tensor(args: tuple[object, ...], dtype: str | None, *, sign: Sign | None) -> StoredTensor:
@@ -201,16 +244,15 @@ def _unless_flawed(run: Callable[[tuple[object, ...]], object]) -> Function:
 def _class_of(args: tuple[object, ...]) -> str:
     """The class of a tensor, of whose making these are the arguments."""
     kind = args[1] if len(args) == 4 else None
-    named = isinstance(kind, Marker) or (isinstance(kind, type) and issubclass(kind, OpaqueObject))
-    return str(getattr(kind, "qualname", "")) if named else "torch.Tensor"
+    return kind.qualname if isinstance(kind, Global) else "torch.Tensor"
 
 
-REBUILD_TENSOR = _unless_flawed(_rebuild_tensor)
-REBUILD_TENSOR_V3 = _unless_flawed(_rebuild_tensor_v3)
-REBUILD_NPU_TENSOR = _unless_flawed(_rebuild_npu_tensor)
-REBUILD_PARAMETER = _unless_flawed(_rebuild_parameter)
-REBUILD_WRAPPER = Function(_rebuild_wrapper_subclass)
-_REBUILDS = (REBUILD_TENSOR, REBUILD_TENSOR_V3, REBUILD_NPU_TENSOR, REBUILD_PARAMETER)
+_REBUILD_TENSOR = _unless_flawed(_rebuild_tensor)
+_REBUILD_TENSOR_V3 = _unless_flawed(_rebuild_tensor_v3)
+_REBUILD_NPU_TENSOR = _unless_flawed(_rebuild_npu_tensor)
+_REBUILD_PARAMETER = _unless_flawed(_rebuild_parameter)
+_REBUILD_WRAPPER = Function(_rebuild_wrapper_subclass)
+_REBUILDS = (_REBUILD_TENSOR, _REBUILD_TENSOR_V3, _REBUILD_NPU_TENSOR, _REBUILD_PARAMETER)
 # torchao's classes of weights that are trained in low precision: each keeps its weight as it is in
 # this attribute, and converts it when it is used.
 _FLOAT8 = "torchao.float8.fsdp_utils.WeightWith{}Float8CastTensor"
@@ -232,34 +274,46 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
     function, kind, inner, state = args if len(args) == 4 else (None,) * 4
     if not isinstance(inner, tuple):
         raise UnreadableError(f"a tensor subclass made of {len(args)} values.")
-    if function is REBUILD_WRAPPER and kind is DTENSOR:
+    if function is _REBUILD_WRAPPER and _asked(kind) in _DTENSORS:
         return _dtensor(inner, state)
-    if function is REBUILD_WRAPPER and type(state) is dict and len(inner) > 2:
+    if function is _REBUILD_WRAPPER and type(state) is dict and len(inner) > 2:
         weight = state.get(_WEIGHT_OF.get(_class_of(args), ""))
         if type(weight) is StoredTensor and _is_as_stated(weight, inner):
             return weight
-    if kind not in {TENSOR, PARAMETER} or not isinstance(function, Function):
+    if _asked(kind) not in ("torch.Tensor", *_PARAMETERS) or not isinstance(function, Function):
         name = getattr(kind, "qualname", None) or shown(kind)
         raise NotReadError(f"a tensor of class {name}, which is not read.", hint=RESAVE)
     if function not in _REBUILDS and not isinstance(function, _Refused):
         raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=RESAVE)
-    made = function(*inner)
+    made = function.run(inner)
     return _with_attributes(made, state) if isinstance(made, StoredTensor) else made
 
 
 def _is_as_stated(weight: StoredTensor, inner: tuple[object, ...]) -> bool:
     """Whether a weight has the element type and the shape that its class says of itself."""
     dtype, shape = inner[1:3]
-    stated = isinstance(dtype, TorchDType) and dtype.name == weight.dtype
-    return stated and as_counts(shape, "the shape of a tensor") == weight.shape
+    return (
+        dtype_name(dtype) == weight.dtype
+        and as_counts(shape, "the shape of a tensor") == weight.shape
+    )
 
 
-REBUILD_FROM_TYPE = _unless_flawed(_rebuild_from_type)
-REBUILD_FROM_TYPE_NAMES = frozenset(
-    {"torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2"}
-)
+_REBUILD_FROM_TYPE = _unless_flawed(_rebuild_from_type)
+_FROM_TYPE = ("torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2")
+TENSOR_FUNCTIONS: Mapping[str, Function] = {
+    "torch._utils._rebuild_tensor": _REBUILD_TENSOR,
+    "torch._utils._rebuild_tensor_v2": _REBUILD_TENSOR,
+    "torch._utils._rebuild_tensor_v3": _REBUILD_TENSOR_V3,
+    "torch_npu.utils.storage._rebuild_npu_tensor": _REBUILD_NPU_TENSOR,
+    "torch._utils._rebuild_parameter": _REBUILD_PARAMETER,
+    "torch._utils._rebuild_parameter_with_state": _REBUILD_PARAMETER,
+    "torch._utils._rebuild_wrapper_subclass": _REBUILD_WRAPPER,
+    **dict.fromkeys(_FROM_TYPE, _REBUILD_FROM_TYPE),
+}
 # Where tensors are not read, and only what they are is wanted.
-REBUILD_NAMED = Function(lambda args: Opaque(_class_of(args)), "torch.Tensor")
+NAMING_FUNCTIONS: Mapping[str, Function] = dict.fromkeys(
+    _FROM_TYPE, Function(lambda args: Opaque(_class_of(args)), "torch.Tensor")
+)
 
 
 def refused_function(qualname: str) -> Function:
@@ -303,38 +357,40 @@ def _dtensor(args: tuple[object, ...], state: object) -> StoredDTensor | Opaque:
     """A DTensor: (class, dtype, global size, stride, …) and its local tensor and spec."""
     if type(state) is tuple and len(state) == 2:
         state = state[1]
-    spec = state.get("_spec") if type(state) is dict else None
-    if type(state) is not dict or type(spec) is not SpecRecord or len(args) != 8:
+    spec = _of(state.get("_spec"), "DTensorSpec") if type(state) is dict else None
+    if type(state) is not dict or spec is None or len(args) != 8:
         raise UnreadableError("a DTensor without its spec.")
     local = state.get("_local_tensor")
     if isinstance(local, Opaque) and local.is_tensor:
         return local
-    if type(local) is not StoredTensor or not isinstance(args[1], TorchDType):
+    dtype = dtype_name(args[1])
+    if type(local) is not StoredTensor or dtype is None:
         raise UnreadableError(f"a DTensor whose local part is {shown(local)}.")
     shape = as_counts(args[2], "the shape of a DTensor")
-    if args[1].name != local.dtype or _meta_shape(spec) not in {None, shape}:
+    says = spec.fields
+    if dtype != local.dtype or _meta_shape(says.get("tensor_meta")) not in {None, shape}:
         raise UnreadableError(
             f"a DTensor of shape {list(shape)} whose spec or local tensor says something else."
         )
-    mesh = _mesh(spec.state.get("mesh"))
+    mesh = _mesh(says.get("mesh"))
     return StoredDTensor(
         local,
         shape=shape,
         strides=as_counts(args[3], "the strides of a DTensor"),
-        dtype=local.dtype,
+        dtype=dtype,
         mesh=mesh,
-        placements=_placements(spec.state.get("placements"), mesh),
-        shard_order=_shard_order(spec.state.get("shard_order")),
+        placements=_placements(says.get("placements"), mesh),
+        shard_order=_shard_order(says.get("shard_order")),
         requires_grad=args[7] is True,
     )
 
 
-def _meta_shape(spec: StateRecord) -> tuple[int, ...] | None:
+def _meta_shape(value: object) -> tuple[int, ...] | None:
     """The global shape that the spec states, None when it states none."""
-    meta = spec.state.get("tensor_meta")
-    if not isinstance(meta, TensorMetaRecord):
+    meta = _of(value, "TensorMeta", "TensorMetadata")
+    if meta is None:
         return None
-    shape = meta.args[0] if meta.args else meta.state.get("shape")
+    shape = meta.args[0] if meta.args else meta.fields.get("shape")
     return None if shape is None else as_counts(shape, "the shape in a DTensor's spec")
 
 
@@ -345,19 +401,20 @@ def _placements(value: object, mesh: StoredMesh) -> tuple[StoredPlacement, ...]:
     return tuple(_placement(item) for item in value)
 
 
-def _placement(record: object) -> StoredPlacement:
+def _placement(value: object) -> StoredPlacement:
     """What a pickled placement says."""
-    if isinstance(record, ReplicateRecord):
+    if _of(value, "Replicate"):
         return StoredPlacement("R")
-    if isinstance(record, PartialRecord):
-        op = record.state.get("reduce_op")
+    if partial := _of(value, "Partial", "_Partial", "_MaskPartial"):
+        op = partial.fields.get("reduce_op")
         return StoredPlacement("P", op=op if is_word(op) else shown(op))
-    if not isinstance(record, (ShardRecord, StridedShardRecord)):
-        raise UnsupportedError(f"a placement of kind {shown(record)}.")
-    dim = as_count(record.state.get("dim"), "the dimension of a Shard")
-    if isinstance(record, ShardRecord):
+    shard = _of(value, "Shard", "_StridedShard")
+    if shard is None:
+        raise UnsupportedError(f"a placement of kind {shown(value)}.")
+    dim = as_count(shard.fields.get("dim"), "the dimension of a Shard")
+    if shard.cls.name == "Shard":
         return StoredPlacement("S", dim)
-    factor = as_count(record.state.get("split_factor"), "the split factor of a strided Shard")
+    factor = as_count(shard.fields.get("split_factor"), "the split factor of a strided Shard")
     return StoredPlacement("SS", dim, factor)
 
 
@@ -366,30 +423,32 @@ def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | Non
     if not isinstance(value, tuple) or len(value) > 64:
         return None
     order = []
-    for record in value:
-        if not isinstance(record, ShardOrderRecord) or len(record.args) != 2:
-            raise UnreadableError(f"a shard order of {shown(record)}.")
-        tensor_dim, mesh_dims = record.args
+    for item in value:
+        entry = _of(item, "ShardOrderEntry")
+        if entry is None or len(entry.args) != 2:
+            raise UnreadableError(f"a shard order of {shown(item)}.")
+        tensor_dim, mesh_dims = entry.args
         order.append((as_count(tensor_dim, "a dimension"), as_counts(mesh_dims, "a shard order")))
     return tuple(order)
 
 
-def _mesh(record: object) -> StoredMesh:
-    """The mesh that a pickled DeviceMesh states, whichever torch wrote it."""
-    if not isinstance(record, DeviceMeshRecord):
-        raise UnreadableError(f"a DTensor whose mesh is {shown(record)}.")
-    if not hasattr(record, "mesh"):
-        record.mesh = _read_mesh(record.state)
-    return record.mesh
+def _mesh(value: object) -> StoredMesh:
+    """The mesh that a pickled DeviceMesh states, whichever torch wrote it; it is read once."""
+    mesh = _of(value, "DeviceMesh")
+    if mesh is None:
+        raise UnreadableError(f"a DTensor whose mesh is {shown(value)}.")
+    if not isinstance(mesh.state, StoredMesh):
+        mesh.state = _read_mesh(mesh.fields)
+    return mesh.state
 
 
 def _read_mesh(state: dict[object, object]) -> StoredMesh:
-    layout = state.get("_layout")
+    layout = _of(state.get("_layout"), *_LAYOUTS)
     grid = state.get("mesh")
     attributes: list[object] = [*state]
-    if isinstance(layout, MeshLayoutRecord):
-        attributes += layout.state
-        shape, strides = _layout_grid(layout)
+    if layout is not None:
+        attributes += layout.fields
+        shape, strides = _layout_grid(layout.fields)
         rank_map = state.get("_flatten_rank_map")
     elif isinstance(grid, StoredTensor):
         shape = grid.shape
@@ -412,20 +471,23 @@ def _read_mesh(state: dict[object, object]) -> StoredMesh:
     )
 
 
-def _layout_grid(layout: StateRecord) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+_LAYOUTS = ("_MeshLayout", "_FlatLayout")
+
+
+def _layout_grid(layout: dict[object, object]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Sizes and strides of the mesh dimensions.
 
     torch 2.13 keeps one flat layout per dimension; from 2.10 to then one layout had them all, with
     a nested tuple where a dimension was flattened from several.
     """
-    axes = layout.state.get("axes")
+    axes = layout.get("axes")
     if axes is None:
-        pairs = [(layout.state.get("shape"), layout.state.get("stride"))]
+        pairs = [(layout.get("shape"), layout.get("stride"))]
         if all(isinstance(part, tuple) for part in pairs[0]):
             pairs = list(zip(*map(_items, pairs[0]), strict=True))
     else:
-        flats = [axis for axis in _items(axes) if isinstance(axis, MeshLayoutRecord)]
-        pairs = [(axis.state.get("shape"), axis.state.get("stride")) for axis in flats]
+        flats = [axis.fields for axis in (_of(one, *_LAYOUTS) for one in _items(axes)) if axis]
+        pairs = [(flat.get("shape"), flat.get("stride")) for flat in flats]
     shape = tuple(prod(as_counts(size, "the shape of a mesh")) for size, _ in pairs)
     steps = [as_counts(stride, "the strides of a mesh") for _, stride in pairs]
     single = all(len(step) == 1 for step in steps)

@@ -30,14 +30,14 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, islice, repeat
 from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.formats.pickle.machine import Machine
 from ckpt_tools.formats.pickle.memo import Memo
-from ckpt_tools.formats.pickle.torch_stubs import Function, StandIn
+from ckpt_tools.formats.pickle.nodes import Function, Repeated
 
 # Two objects of an entry with their fields; a value that is the same has no such bound.
 _MAX_ENTRY = 1024
@@ -61,22 +61,6 @@ _OBJECT = re.compile(rb"(%b\)\x81\x94}\x94\()" % _REFERENCE, re.DOTALL)
 _NAMED_FIELD = re.compile(rb"(%b)%b" % (_REFERENCE, _FIELD), re.DOTALL)
 _END = b"ub"
 _OF_OBJECT = 2  # memo numbers of an object and its state, which lie before those of its fields
-
-Columns = Mapping[str, Sequence[object]]
-
-
-class Repeated(StandIn):
-    """An object of few fields that a pickle repeats a million times."""
-
-    __slots__ = ()
-
-    @classmethod
-    def columns(cls, fields: Columns) -> Columns | None:
-        """The attributes of many objects by the fields of their states, each a column.
-
-        None where `__setstate__` would refuse one of them, or where that takes more than a look.
-        """
-        raise NotImplementedError
 
 
 class _Shape(NamedTuple):
@@ -259,12 +243,12 @@ class _Fields(dict[bytes, tuple[object, int]]):
         if value is not self._size:
             raise _UnlikeError(field)
         if field[end : end + 1] == b")":
-            return self._size(()), 2
+            return self._size.run(((),)), 2
         at, numbers = end + (field[end : end + 1] == b"("), list[int]()
         while field[at] in _WIDTHS or field[at] == _LONG:
             made, at = _int_at(field, at)
             numbers.append(made)
-        return self._size((*numbers,)), 3
+        return self._size.run(((*numbers,),)), 3
 
     def rows(self, shape: _Shape, rows: list[tuple[bytes, ...]]) -> _Rows | None:
         """The objects of as many entries as can be made at once, from the first on; or None."""

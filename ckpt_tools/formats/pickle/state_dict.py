@@ -29,7 +29,8 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_REPEATED,
     USUAL_NAME,
 )
-from ckpt_tools.formats.pickle.torch_stubs import Stored, is_key
+from ckpt_tools.formats.pickle.nodes import is_key
+from ckpt_tools.formats.pickle.torch_stubs import Stored
 
 _FLAT = frozenset({"_flat_param", "flat_param"})
 

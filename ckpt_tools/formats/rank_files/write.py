@@ -39,7 +39,6 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.pickle.dump import (
     Blank,
     Draft,
-    Node,
     draft,
     object_node,
     tensor_node,
@@ -195,7 +194,7 @@ class _Planner:
         shards = _Shards(self._device_type, self._generation)
         local = iter(sizes)
 
-        def node(leaf: Target | ObjectEntry) -> Node:
+        def node(leaf: Target | ObjectEntry) -> object:
             return shards.add(leaf, next(local)) if isinstance(leaf, Target) else object_node(leaf)
 
         pickle = draft(nested(self._tree, node))
@@ -212,7 +211,7 @@ class _Shards:
         self._generation = generation
         self._blanks = 1  # the first one is the rank
 
-    def add(self, target: Target, sizes: tuple[int, ...]) -> Node:
+    def add(self, target: Target, sizes: tuple[int, ...]) -> object:
         """The node of a tensor whose shard has these sizes; a storage is added for it."""
         dtype = target.dtype
         key = len(self.storages)

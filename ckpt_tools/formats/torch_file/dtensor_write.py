@@ -12,14 +12,8 @@ from typing import NamedTuple
 from ckpt_tools.core.dtypes import DType, dtype_named
 from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.layout import Layout, Mesh, Replicate
-from ckpt_tools.formats.pickle.dump import (
-    Blank,
-    Call,
-    Global,
-    Instance,
-    Node,
-    tensor_node,
-)
+from ckpt_tools.formats.pickle.dump import Blank, tensor_node
+from ckpt_tools.formats.pickle.nodes import Global, Instance, call
 from ckpt_tools.formats.torch_file.generations import Generation
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
@@ -30,7 +24,7 @@ _REBUILD_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 _DTENSOR = Global("torch.distributed.tensor", "DTensor")
 _DEVICE_MESH = Global("torch.distributed.device_mesh", "DeviceMesh")
-_STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+_STRIDED = call(Global("torch.serialization", "_get_layout"), "torch.strided")
 _INT32 = dtype_named("int32")
 
 
@@ -61,7 +55,7 @@ def rank_mesh(
     ranks = tuple(range(mesh.size))
     # It is a tuple since torch keeps the rank as well.
     coordinate = place.coordinate if "_rank" in generation.mesh else [*place.coordinate]
-    values: dict[str, Node] = {
+    values: dict[str, object] = {
         "device_type": device_type,
         "_device_type": device_type,
         "mesh": tensor_node(_INT32, mesh.shape, key=key),
@@ -106,17 +100,17 @@ def _layout_node(mesh: Mesh, generation: Generation) -> Instance:
 
 
 def dtensor_node(
-    dtype: DType, shape: tuple[int, ...], *, local: Call, layout: Layout, mesh: RankMesh
-) -> Call:
+    dtype: DType, shape: tuple[int, ...], *, local: Instance, layout: Layout, mesh: RankMesh
+) -> Instance:
     """A DTensor of this type and global shape, whose shard is ``local``."""
     kind = Global("torch", dtype.name)
     strides = row_major_strides([max(1, size) for size in shape])
-    device = Call(Global("torch", "device"), (mesh.device_type,))
+    device = call(Global("torch", "device"), mesh.device_type)
     wrapper = (_DTENSOR, kind, (*shape,), (*strides,), 0, _STRIDED, device, False)
-    size = Call(Global("torch", "Size"), ((*shape,),))
+    size = call(Global("torch", "Size"), (*shape,))
     strided = any(layout.split_factor(mesh_dim) > 1 for mesh_dim in _cut(layout))
     says_strided = strided and "use_strided_shard_as_shard_order" in mesh.generation.spec
-    values: dict[str, Node] = {
+    values: dict[str, object] = {
         "mesh": mesh.node,
         "placements": tuple(_placement_node(layout, dim) for dim in range(len(layout.placements))),
         "tensor_meta": Instance(Global(_SPEC, "TensorMeta"), (size, (*strides,), kind)),
@@ -126,8 +120,8 @@ def dtensor_node(
     }
     state = {name: values[name] for name in mesh.generation.spec}
     spec = Instance(Global(_SPEC, "DTensorSpec"), state=state)
-    inner: dict[str, Node] = {"_local_tensor": local, "_spec": spec}
-    return Call(_REBUILD_TYPE, (_REBUILD_WRAPPER, _DTENSOR, wrapper, (None, inner)))
+    inner: dict[str, object] = {"_local_tensor": local, "_spec": spec}
+    return call(_REBUILD_TYPE, _REBUILD_WRAPPER, _DTENSOR, wrapper, (None, inner))
 
 
 def _placement_node(layout: Layout, mesh_dim: int) -> Instance:
@@ -137,11 +131,11 @@ def _placement_node(layout: Layout, mesh_dim: int) -> Instance:
     factor = layout.split_factor(mesh_dim)
     if factor == 1:
         return Instance(Global(_PLACEMENTS, "Shard"), state={"dim": placement.dim})
-    state: dict[str, Node] = {"dim": placement.dim, "split_factor": factor}
+    state: dict[str, object] = {"dim": placement.dim, "split_factor": factor}
     return Instance(Global(_PLACEMENTS, "_StridedShard"), state=state)
 
 
-def _order_node(layout: Layout) -> tuple[Node, ...]:
+def _order_node(layout: Layout) -> tuple[Instance, ...]:
     """Which mesh dimensions cut each tensor dimension, from the first cut to the last."""
     cuts: dict[int, list[int]] = {}
     for mesh_dim, dim in sorted(_cut(layout).items(), key=lambda cut: layout.order.index(cut[0])):

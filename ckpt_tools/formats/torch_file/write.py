@@ -24,7 +24,7 @@ from ckpt_tools.core.plan import (
     refuse_types_not_in_torch,
 )
 from ckpt_tools.core.state_tree import Branch, nested
-from ckpt_tools.formats.pickle.dump import Node, dumps, object_node, tensor_node
+from ckpt_tools.formats.pickle.dump import dumps, object_node, tensor_node
 from ckpt_tools.formats.zip.layout import Slot, lay_out
 
 
@@ -77,7 +77,7 @@ def pack(tree: Branch[Target | ObjectEntry]) -> Packed:
     """The archive of a tree: storages are numbered in its order."""
     targets: list[Target] = []
 
-    def node(leaf: Target | ObjectEntry) -> Node:
+    def node(leaf: Target | ObjectEntry) -> object:
         if isinstance(leaf, ObjectEntry):
             return object_node(leaf)
         targets.append(leaf)

@@ -1,0 +1,140 @@
+"""What a pickle says of classes: the machine reads it into these, and `dump` writes them again.
+
+A name is a `Global`, and imports nothing; what is made of it is an `Instance`, with all that the
+pickle hands over for it. Only a `Function` is ever called, and only a `Repeated` takes a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+from ckpt_tools.core.plain_values import TorchValue
+from ckpt_tools.core.state_tree import Key
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.pickle.limits import MAX_KEY_BITS
+
+Columns = Mapping[str, Sequence[object]]
+
+# What an object is, where a pickle asks for the function that makes it.
+_MADE_BY = {
+    "numpy._core.multiarray._reconstruct": "numpy.ndarray",
+    "numpy._core.multiarray.scalar": "numpy.generic",
+    "numpy._core.numeric._frombuffer": "numpy.ndarray",
+    "numpy.random._pickle.__bit_generator_ctor": "numpy.random.BitGenerator",
+    "numpy.random._pickle.__generator_ctor": "numpy.random.Generator",
+    "numpy.random._pickle.__randomstate_ctor": "numpy.random.RandomState",
+    "torch._tensor._rebuild_from_type": "torch.Tensor",
+    "torch._tensor._rebuild_from_type_v2": "torch.Tensor",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function by name, that of Python 3."""
+
+    module: str
+    name: str
+
+    @property
+    def asked(self) -> str:
+        """The name as a pickle asks for it."""
+        return f"{self.module}.{self.name}"
+
+    @property
+    def qualname(self) -> str:
+        """The class, or that of what the function makes, as far as it is known."""
+        if self.asked.startswith("torch._utils._rebuild"):
+            return "torch.Tensor"
+        return _MADE_BY.get(self.asked, self.asked)
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """An object made by ``cls.__new__(cls, *args)``, or by ``cls(*args)`` where it is ``called``.
+
+    Then it is given items, items with keys, and a state (None: it has none), which may hold it. It
+    is not ``whole`` when the pickle says what protocol 2 cannot say again. The same instance twice
+    is one object.
+    """
+
+    cls: Global
+    args: tuple[object, ...] = ()
+    state: object = None
+    called: bool = False
+    whole: bool = True
+    items: list[object] = field(default_factory=list)
+    pairs: list[tuple[object, object]] = field(default_factory=list)
+
+    @property
+    def qualname(self) -> str:
+        """Its class, as far as it is known."""
+        return self.cls.qualname
+
+    @property
+    def fields(self) -> dict[object, object]:
+        """Its state, which is a dict, or a pair of None and one. Raises UnreadableError."""
+        state = self.state
+        if type(state) is tuple and len(state) == 2 and state[0] is None:
+            state = state[1]
+        if state is not None and type(state) is not dict:
+            raise UnreadableError(f"is damaged: a {self.qualname} has {shown(state)} for a state.")
+        return state or {}
+
+
+def call(function: Global, *args: object) -> Instance:
+    """What a function gives for these arguments."""
+    return Instance(function, args, called=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Function:
+    """A function of ours that a pickle may call, by the name of what it stands for.
+
+    What it runs takes all arguments as one tuple.
+    """
+
+    run: Callable[[tuple[object, ...]], object]
+    qualname: str = "function"
+
+
+class Repeated:
+    """An object of few fields that a pickle repeats a million times."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        """Take the fields of a state. Raises LookupError, TypeError, ValueError."""
+        raise NotImplementedError
+
+    @classmethod
+    def columns(cls, fields: Columns) -> Columns | None:
+        """The attributes of many objects by the fields of their states, each a column.
+
+        None where `__setstate__` would refuse one of them, or where that takes more than a look.
+        """
+        raise NotImplementedError
+
+
+_KEYS = frozenset({str, float, bool, type(None)})
+
+
+def is_key(key: object) -> TypeGuard[Key]:
+    """Whether a key of a dict can be a part of a path, by its text."""
+    if type(key) is tuple:
+        return all(map(is_key, key))
+    if type(key) is int:
+        return key.bit_length() <= MAX_KEY_BITS  # Python refuses to print thousands of digits
+    return type(key) in _KEYS
+
+
+def shown(value: object) -> str:
+    """A short text for an error, whatever the value is."""
+    if type(value) is int and value.bit_length() <= 128:
+        return str(value)
+    if type(value) is str:
+        return ascii(value[:80])
+    if isinstance(value, TorchValue):
+        return f"a {value[:80]}"
+    return f"a {getattr(value, 'qualname', type(value).__name__)}"

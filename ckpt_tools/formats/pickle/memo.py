@@ -12,9 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.pickle.limits import (
-    MAX_MEMO_GAP,
-)
+from ckpt_tools.formats.pickle.limits import MAX_MEMO_GAP
 
 
 class Passed(Protocol):
@@ -35,8 +33,6 @@ class Memo:
     they are those of a list: most opcodes of a pickle call one of them.
     """
 
-    __slots__ = ("_first", "_known", "_parts", "_starts", "_values", "append", "get", "is_dense")
-
     append: Callable[[object], None]
     get: Callable[[int], object]
 
@@ -45,6 +41,7 @@ class Memo:
         self._starts: list[int] = []
         self._parts: list[Passed] = []
         self._known = 0
+        self._again: dict[int, object] = {}  # put by a damaged pickle in place of replayed ones
         self.is_dense = True
         self._values: list[object] = []  # from number `_first` on
         self.append, self.get = self._values.append, self._values.__getitem__
@@ -64,7 +61,8 @@ class Memo:
             raise UnreadableError(f"is hostile: a memo of {number:,} for {self._known:,} values.")
         place = number - self._first
         if place < 0:
-            raise IndexError
+            self._again[number] = value
+            return
         self._values += [_UNSET] * (place + 1 - len(self._values))
         self._known += self._values[place] is _UNSET
         self._values[place] = value
@@ -73,6 +71,8 @@ class Memo:
         self.put(self._known, value)
 
     def _get(self, number: int) -> object:
+        if number in self._again:
+            return self._again[number]
         if number < self._first:
             return self._parts[bisect_right(self._starts, number) - 1].value(number)
         value = self._values[number - self._first]

@@ -387,6 +387,7 @@ HOSTILE = {
     "dict opcode with such a key": END + b"(" + shared_tuples(60) + b"Nd.",
     "value that contains itself": END + LOOP,
     "lists that share": END + b"]" + b"q\x00(h\x00h\x00l" * 60 + b".",
+    "a name that is no text": END + b"}V\\ud800\nK\x01s.",
     "lists nested deep": END + b"(" * 100_000 + b"l" * 100_000 + b".",
     "sets without end": b"\x80\x04(" + b"\x8f" * 400_000 + b"l.",
     "text of 2**62 bytes": b"\x80\x04\x8d\x00\x00\x00\x00\x00\x00\x00\x40.",

@@ -50,11 +50,9 @@ def test_containers_are_walked_as_dcp_walks_them(
         (Opaque("numpy.ndarray"), "numpy.ndarray"),
         ((1, [Opaque("numpy.ndarray")]), "numpy.ndarray"),
         ({b"key": 2}, "dict"),
-        (1 << 20_000, "int"),
-        ("half a character \ud800", "str"),
         ([0] * 3_000_000, "list"),
     ],
-    ids=["opaque", "opaque inside", "odd keys", "huge", "no text", "long"],
+    ids=["opaque", "opaque inside", "odd keys", "long"],
 )
 def test_what_is_not_plain_is_named_only(value: object, type_name: str) -> None:
     (leaf,) = flatten({"a": value}, where="x.pt").objects
@@ -81,18 +79,6 @@ def test_tensors_under_a_key_that_is_no_name_are_refused() -> None:
 def test_keys_of_one_text_are_refused_as_torch_refuses_them(keys: tuple[object, ...]) -> None:
     with pytest.raises(UnsupportedError, match="two entries have the name a"):
         flatten({"a": dict.fromkeys(keys, T)}, where="x.pt")
-
-
-def test_a_name_that_is_no_text_is_refused() -> None:
-    with pytest.raises(UnreadableError, match="is not a name"):
-        flatten({"\ud800": T}, where="x.pt")
-
-
-def test_a_list_that_holds_itself_is_refused() -> None:
-    value: list[object] = [T]
-    value.append(value)
-    with pytest.raises(UnreadableError, match="nested without end"):
-        flatten({"a": value}, where="x.pt")
 
 
 def test_doubling_lists_are_refused_in_time() -> None:

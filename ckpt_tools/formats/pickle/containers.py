@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from ckpt_tools.core.plain_values import PickledValue, Size, TorchValue
+from ckpt_tools.core.state_tree import MAX_DEPTH
 from ckpt_tools.core.text import MAX_NAME, is_text
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
@@ -22,7 +23,6 @@ from ckpt_tools.formats.pickle.limits import (
     FREE_VALUES,
     MAX_COPIED,
     MAX_INT_BITS,
-    MAX_NESTED,
     VALUES_OF_PIECE,
     VALUES_PER_BYTE,
     TextBound,
@@ -219,7 +219,7 @@ def settled(
     ``is_allowed`` says which further globals it may ask for, and one of a class that is ``unknown``
     is an opaque value with a flaw. So is a dict with an object as a key.
 
-    Raises UnreadableError for a value that contains itself, that is nested more than 200 deep, or
+    Raises UnreadableError for a value that contains itself, that is nested more than 100 deep, or
     that has too many nodes for a pickle of ``length`` bytes when each is counted as often as it is
     met.
     """
@@ -253,8 +253,8 @@ class _Settler:
             self._count(VALUES_OF_PIECE * len(value.sizes))
         if type(value) not in _CONTAINERS:
             return _leaf(value)
-        if depth > MAX_NESTED:
-            raise UnreadableError(f"is nested more than {MAX_NESTED} deep.")
+        if depth > MAX_DEPTH:
+            raise UnreadableError(f"is nested more than {MAX_DEPTH} deep.")
         if id(value) in self._done:
             done = self._done[id(value)]
             if done is None:

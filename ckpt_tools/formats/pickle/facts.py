@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ckpt_tools.core.plain_values import PickledValue, TorchValue
-from ckpt_tools.core.text import is_text
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.pickle.limits import (
-    MAX_INT_BITS,
     MAX_PLAIN,
 )
 from ckpt_tools.formats.pickle.nodes import is_key
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored
-
-_SCALARS = frozenset({bool, float, complex, bytes, type(None), TorchValue, PickledValue})
 
 
 class Facts(NamedTuple):
@@ -24,7 +19,7 @@ class Facts(NamedTuple):
     ``tensors``: one, or what stands for one that is not read. ``dicts``: a dict in a list, or in
     lists in it. ``odd`` is the class of the first thing that is not plain, or of a container of too
     many, and None when all is plain; ``flaw`` says why that cannot be used. ``parts`` counts each
-    as often as it is met, ``height`` the containers in one another.
+    as often as it is met.
     """
 
     tensors: bool = False
@@ -32,32 +27,22 @@ class Facts(NamedTuple):
     odd: str | None = None
     flaw: CheckpointError | None = None
     parts: int = 1
-    height: int = 0
 
 
 class FactFinder:
-    """Finds the facts of values of one graph, those of each container once."""
+    """Finds the facts of values of one settled graph, those of each container once."""
 
     def __init__(self) -> None:
         self._known: dict[int, Facts] = {}
 
     def facts(self, value: object) -> Facts:
-        """The facts of a value, which lives as long as this does.
-
-        Raises RecursionError for a value that contains itself.
-        """
-        if type(value) is int:
-            return _PLAIN if value.bit_length() <= MAX_INT_BITS else Facts(odd="int")
-        if type(value) is str:
-            return _PLAIN if is_text(value) else Facts(odd="str")
-        if type(value) in _SCALARS:
-            return _PLAIN
+        """The facts of a value, which lives as long as this does."""
         if isinstance(value, Opaque):
             return Facts(tensors=value.is_tensor, odd=value.qualname, flaw=value.flaw)
-        if not isinstance(value, dict | list | tuple | set | frozenset) or isinstance(
-            value, Stored
-        ):
-            return Facts(tensors=isinstance(value, Stored), odd=type_name(value))
+        if isinstance(value, Stored):
+            return Facts(tensors=True, odd=type_name(value))
+        if not isinstance(value, dict | list | tuple | set | frozenset):
+            return _PLAIN
         if id(value) not in self._known:
             odd = len(value) > MAX_PLAIN or (
                 isinstance(value, dict) and not all(map(is_key, value))
@@ -68,16 +53,15 @@ class FactFinder:
 
     def _inside(self, items: Iterable[object], odd: str | None) -> Facts:
         tensors = dicts = False
-        parts, height, flaw = 1, 0, None
+        parts, flaw = 1, None
         for item in items:
             found = self.facts(item)
             tensors = tensors or found.tensors
             dicts = dicts or isinstance(item, dict) or (found.dicts and isinstance(item, list))
             parts += found.parts
-            height = max(height, found.height + 1)
             if odd is None:
                 odd, flaw = found.odd, found.flaw
-        return Facts(tensors, dicts, odd, flaw, parts, height)
+        return Facts(tensors, dicts, odd, flaw, parts)
 
 
 _PLAIN = Facts()

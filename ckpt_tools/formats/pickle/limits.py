@@ -43,7 +43,6 @@ MAX_COPIED = 64 << 20
 BYTES_OF_ITEM = 32
 
 # Values. They are counted as often as they are met: one per byte, were none shared.
-MAX_NESTED = 200
 FREE_VALUES = 10_000
 VALUES_PER_BYTE = 16
 VALUES_OF_PIECE = 16

@@ -11,7 +11,6 @@ from collections.abc import Collection
 from typing import BinaryIO
 
 from ckpt_tools.core.plain_values import PlainValue, TorchValue
-from ckpt_tools.core.state_tree import MAX_DEPTH
 from ckpt_tools.errors import UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import (
     SHARDED_TENSOR_MODULES,
@@ -20,7 +19,7 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     runner_error,
 )
 from ckpt_tools.formats.pickle.containers import Containers, settled
-from ckpt_tools.formats.pickle.facts import FactFinder, type_name
+from ckpt_tools.formats.pickle.facts import FactFinder
 from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
 from ckpt_tools.formats.pickle.limits import MAX_PICKLE
 from ckpt_tools.formats.pickle.machine import CutPickleError
@@ -123,10 +122,9 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
             raise
         made = settled(value, length=len(data), is_allowed=lambda _: False)
     found = FactFinder().facts(made)
-    if found.odd is None and found.height <= MAX_DEPTH:
+    if found.odd is None:
         return made  # type: ignore[return-value]  # looked through
-    odd = found.odd or type_name(made)
-    return Opaque(odd if "." in odd else f"builtins.{odd}")
+    return Opaque(found.odd if "." in found.odd else f"builtins.{found.odd}")
 
 
 def _named(_pid: object) -> Opaque:

@@ -365,22 +365,15 @@ def _tuple(machine: Machine, at: int) -> int:
     return at
 
 
-def _tuple1(machine: Machine, at: int) -> int:
-    machine.items[-1] = (machine.items[-1],)
-    return at
+def _tuple_of(count: int) -> _Step:
+    def step(machine: Machine, at: int) -> int:
+        items = machine.items
+        if len(items) < count:
+            raise IndexError
+        items[-count:] = [tuple(items[-count:])]
+        return at
 
-
-def _tuple2(machine: Machine, at: int) -> int:
-    last = machine.items.pop()
-    machine.items[-1] = (machine.items[-1], last)
-    return at
-
-
-def _tuple3(machine: Machine, at: int) -> int:
-    last = machine.items.pop()
-    middle = machine.items.pop()
-    machine.items[-1] = (machine.items[-1], middle, last)
-    return at
+    return step
 
 
 def _mark(machine: Machine, at: int) -> int:
@@ -613,9 +606,9 @@ _OF_OPCODE: dict[str, _Step] = {
     "}": _new(dict),
     "\x80": _protocol,
     "\x81": _newobj,
-    "\x85": _tuple1,
-    "\x86": _tuple2,
-    "\x87": _tuple3,
+    "\x85": _tuple_of(1),
+    "\x86": _tuple_of(2),
+    "\x87": _tuple_of(3),
     **{code: _constant(code == "\x88") for code in "\x88\x89"},
     "\x8a": _counted(1, _long),
     "\x8b": _counted(4, _long),

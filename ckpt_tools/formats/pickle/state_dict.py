@@ -5,7 +5,9 @@ in both formats: a dict always gives its items, a list gives them when a tensor 
 somewhere inside, and anything else is one value. A tuple is walked only when it holds a tensor,
 which would be lost otherwise. An empty dict is an empty container of the tree, and no value.
 
-Keys stay what they are in the tree; in a path they are text. Nothing here reads a file.
+Keys stay what they are in the tree; in a path they are text. The values are settled
+(`containers.settled`): they do not contain themselves, and their keys are names. Nothing here reads
+a file.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from typing import NamedTuple, TypeGuard
 from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, ObjectEntry, Section
 from ckpt_tools.core.plain_values import PlainValue
-from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
-from ckpt_tools.core.text import MAX_NAME, is_text
+from ckpt_tools.core.state_tree import Branch, Key, Kind, Path, Tree
+from ckpt_tools.core.text import MAX_NAME
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.facts import FactFinder, Facts, type_name
+from ckpt_tools.formats.pickle.facts import FactFinder, type_name
 from ckpt_tools.formats.pickle.limits import (
     FREE_NAMES,
     MAX_PLAIN,
@@ -83,8 +85,8 @@ class StateDict:
 def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDict:
     """The leaves of a nested value; one that is no container has the path ``("value",)``.
 
-    ``under`` are keys of dicts to put it into. Raises UnreadableError for a nesting without end,
-    and UnsupportedError for two leaves of one name or for the flat parameters of FSDP1.
+    ``under`` are keys of dicts to put it into. Raises UnreadableError for a value that is repeated
+    too often, and UnsupportedError for two leaves of one name or for the flat parameters of FSDP1.
     """
     if isinstance(value, dict):
         is_container = all(map(is_key, value))
@@ -130,7 +132,7 @@ class _Flattening:
     def tree(self, value: object, fqn: str, path: Path) -> Tree[str]:
         """The tree of a value, whose leaves go to ``tensors`` and ``objects``.
 
-        It calls itself, once for each container inside of another: `MAX_DEPTH` times at most.
+        It calls itself, once for each container inside of another.
         """
         self._name_text += USUAL_NAME - len(fqn)
         if self._name_text < 0 or len(fqn) > MAX_NAME:
@@ -141,18 +143,18 @@ class _Flattening:
         if isinstance(value, dict) and self._has_parts(value):
             return self._dict(value, fqn, path)
         if isinstance(value, list | tuple) and self.holds(value):
-            self._enter(value, len(path))
+            self._enter(value)
             above = f"{fqn}." if path else ""
             items = tuple(
                 self.tree(item, f"{above}{place}", (*path, place))
                 for place, item in enumerate(value)
             )
             return Branch("tuple" if isinstance(value, tuple) else "list", None, items)
-        self.objects.append(ObjectLeaf(fqn, path, *self._leaf(value, len(path))))
+        self.objects.append(ObjectLeaf(fqn, path, *self._leaf(value)))
         return fqn
 
     def _dict(self, value: dict[Key, object], fqn: str, path: Path) -> Branch[str]:
-        self._enter(value, len(path))
+        self._enter(value)
         above = f"{fqn}." if path else ""
         items = []
         texts = set()
@@ -186,22 +188,18 @@ class _Flattening:
         unusable = next((key for key in value if type(key) is not str and not is_key(key)), None)
         if unusable is None:
             return True
-        if self._facts(value).tensors:
+        if self._finder.facts(value).tensors:
             raise UnsupportedError(
                 f"{self._where}: a dict of tensors has a key of type {type_name(unusable)}.",
                 hint="Save it again with names for keys.",
             )
         return False
 
-    def _leaf(
-        self, value: object, depth: int
-    ) -> tuple[PlainValue, str | None, CheckpointError | None]:
+    def _leaf(self, value: object) -> tuple[PlainValue, str | None, CheckpointError | None]:
         """The value when it is plain, else None, the class of what is not, and its flaw."""
         if id(value) not in self._opened:
             found, most = self._finder.facts(value), min(self._left, MAX_PLAIN)
-            odd = found.odd
-            if odd is None and (found.parts > most or depth + found.height > MAX_DEPTH):
-                odd = type_name(value)
+            odd = type_name(value) if found.odd is None and found.parts > most else found.odd
             self._left -= min(found.parts, most)
             plain = value if odd is None else None
             self._opened[id(value)] = plain, odd, found.flaw  # type: ignore[assignment]  # looked through
@@ -209,26 +207,15 @@ class _Flattening:
 
     def holds(self, value: list[object] | tuple[object, ...]) -> bool:
         """Whether a list has a tensor or a dict somewhere inside; whether a tuple has a tensor."""
-        found = self._facts(value)
+        found = self._finder.facts(value)
         return found.tensors or (found.dicts and isinstance(value, list))
 
-    def _facts(self, value: object) -> Facts:
-        try:
-            found = self._finder.facts(value)
-        except RecursionError:
-            found = Facts(height=MAX_DEPTH + 1)
-        self._check_depth(found.height)
-        return found
-
-    def _enter(self, value: Sized, depth: int) -> None:
+    def _enter(self, value: Sized) -> None:
         """Take note that a container is walked, and refuse one that is walked too often."""
         if id(value) in self._walked:
             self._repeated += len(value)
         self._walked.add(id(value))
-        self._check_depth(depth if self._repeated <= MAX_REPEATED else MAX_DEPTH + 1)
-
-    def _check_depth(self, depth: int) -> None:
-        if depth > MAX_DEPTH:
+        if self._repeated > MAX_REPEATED:
             raise UnreadableError(
                 f"{self._where}: its values are nested without end; no state dict looks like this."
             )
@@ -248,12 +235,10 @@ def _refuse_flat_parameters(paths: Sequence[Path], where: str) -> None:
 
 
 def _check_names(leaves: Iterable[TensorLeaf | ObjectLeaf], where: str) -> None:
-    """Refuse two leaves of one name, and names that are no text."""
+    """Refuse two leaves of one name."""
     seen: dict[str, Path] = {}
     for leaf in leaves:
         fqn, path = leaf.fqn, leaf.path
-        if not is_text(fqn):
-            raise UnreadableError(f"{where} is damaged: {fqn!a:.80} is not a name.")
         other = seen.setdefault(fqn, path)
         if other is not path:
             raise UnsupportedError(

@@ -142,11 +142,11 @@ def _transforms(value: object) -> tuple[str, ...]:
 
 
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
-_METADATA = Global(_CHECKPOINT, "Metadata")
-_TENSOR = Global(_CHECKPOINT, "TensorStorageMetadata")
-_PROPERTIES = Global(_CHECKPOINT, "TensorProperties")
-_BYTES = Global(_CHECKPOINT, "BytesStorageMetadata")
-_STORAGE_META = Global(_CHECKPOINT, "StorageMeta")
+_METADATA = Global(f"{_CHECKPOINT}.Metadata")
+_TENSOR = Global(f"{_CHECKPOINT}.TensorStorageMetadata")
+_PROPERTIES = Global(f"{_CHECKPOINT}.TensorProperties")
+_BYTES = Global(f"{_CHECKPOINT}.BytesStorageMetadata")
+_STORAGE_META = Global(f"{_CHECKPOINT}.StorageMeta")
 
 
 class TensorMeta(NamedTuple):
@@ -211,11 +211,11 @@ _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"
 METADATA_GLOBALS: dict[str, object] = {
     # Parts of a path, which are joined where it is wanted, not at each call.
     **{f"pathlib.{name}": Function(lambda parts: parts) for name in _PATHS},
-    **{one.asked: one for one in (_METADATA, _TENSOR, _PROPERTIES, _BYTES, _STORAGE_META)},
+    **{one.name: one for one in (_METADATA, _TENSOR, _PROPERTIES, _BYTES, _STORAGE_META)},
     f"{_CHECKPOINT}.ChunkStorageMetadata": _ChunkStorage,
     f"{_CHECKPOINT}.MetadataIndex": _MetadataIndex,
     **{
-        f"{_PLANNER}.{name}": Global(_PLANNER, name)
+        f"{_PLANNER}.{name}": Global(f"{_PLANNER}.{name}")
         for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
     },
     f"{_PLANNER}.WriteItemType": Function(_first),
@@ -231,7 +231,7 @@ METADATA_GLOBALS: dict[str, object] = {
     "torch.Size": _SIZE,
     "torch.strided": "torch.strided",
     **{
-        f"torch.{name}": Global("torch", name)
+        f"torch.{name}": Global(f"torch.{name}")
         for name in ("contiguous_format", "preserve_format", "channels_last")
     },
     "collections.OrderedDict": Function(lambda _: {}),
@@ -259,7 +259,7 @@ def _is(value: object, kind: Global) -> TypeGuard[Instance]:
 
 
 def _resolved(asked: Global) -> object:
-    name = asked.asked
+    name = asked.name
     stub = METADATA_GLOBALS.get(name)
     if stub is None and is_dtype(name):
         return TorchValue(name)

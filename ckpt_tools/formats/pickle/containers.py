@@ -38,14 +38,14 @@ from ckpt_tools.formats.pickle.torch_stubs import (
 )
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-_SCALAR = Global("numpy._core.multiarray", "scalar")
-_RECONSTRUCT, _ARRAY = Global("numpy._core.multiarray", "_reconstruct"), Global("numpy", "ndarray")
-_FROM_BUFFER, _DTYPE = Global("numpy._core.numeric", "_frombuffer"), Global("numpy", "dtype")
+_SCALAR = Global("numpy._core.multiarray.scalar")
+_RECONSTRUCT, _ARRAY = Global("numpy._core.multiarray._reconstruct"), Global("numpy.ndarray")
+_FROM_BUFFER, _DTYPE = Global("numpy._core.numeric._frombuffer"), Global("numpy.dtype")
 _LITTLE_ENDIAN: tuple[object, ...] = (
     (3, "<", None, None, None, -1, -1, 0),
     (3, "|", None, None, None, -1, -1, 0),
 )
-_TORCH_VERSION = Global("torch.torch_version", "TorchVersion")
+_TORCH_VERSION = Global("torch.torch_version.TorchVersion")
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,80}")
 
 
@@ -105,7 +105,7 @@ class Containers:
         self._copy(BYTES_OF_ITEM * len(items))
         if all(type(item) in _ATOMS for item in items):
             return set(items)
-        return call(Global("builtins", "set"), *args)
+        return call(Global("builtins.set"), *args)
 
     def _type(self, args: tuple[object, ...]) -> object:
         """``(None,)``: how pickle writes the class of a constant. With more, it makes a class."""
@@ -126,7 +126,7 @@ class Containers:
         made = self._set(args)
         if isinstance(made, set):
             return frozenset(made)
-        return call(Global("builtins", "frozenset"), *args)
+        return call(Global("builtins.frozenset"), *args)
 
     def _counter(self, args: tuple[object, ...]) -> object:
         return args[0] if args and type(args[0]) is dict else {}
@@ -288,7 +288,7 @@ class _Settler:
                 return TorchValue(f"{cls.qualname}({text!r})")
             if type(value.state) is dict and {"_parameters", "_modules"} <= value.state.keys():
                 return Opaque(cls.qualname, flaw=module_error(cls.qualname))
-        if cls.asked in self._unknown:
+        if cls.name in self._unknown:
             return Opaque(cls.qualname, flaw=unknown_error(self._unknown))
         return self._pickled(value, cls.qualname)
 

@@ -74,11 +74,11 @@ _VERSION = "torch.torch_version.TorchVersion"
 _MEMO_CODES = frozenset({"BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"})
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
-ORDERED_DICT = Global("collections", "OrderedDict")
+ORDERED_DICT = Global("collections.OrderedDict")
 
-_REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
-_REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
-_UNTYPED = Global("torch.storage", "UntypedStorage")
+_REBUILD_V2 = Global("torch._utils._rebuild_tensor_v2")
+_REBUILD_V3 = Global("torch._utils._rebuild_tensor_v3")
+_UNTYPED = Global("torch.storage.UntypedStorage")
 
 
 def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str = "cpu") -> Instance:
@@ -87,7 +87,7 @@ def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str =
     for size in shape:
         numel *= size
     name = STORAGES.get(dtype.name)
-    cls = _UNTYPED if name is None else Global("torch", name)
+    cls = _UNTYPED if name is None else Global(f"torch.{name}")
     units = numel * dtype.itemsize if name is None else numel
     storage = Persistent(("storage", cls, str(key), location, units))
     # torch gives an empty tensor the strides of one whose empty dimensions have size 1.
@@ -95,7 +95,7 @@ def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str =
     sizes = (*shape,)  # a tuple of its own: the same one twice would be memoized, torch's are not
     common = (storage, 0, sizes, strides, False, call(ORDERED_DICT))
     if name is None:
-        return call(_REBUILD_V3, *common, Global("torch", dtype.name))
+        return call(_REBUILD_V3, *common, Global(f"torch.{dtype.name}"))
     return call(_REBUILD_V2, *common)
 
 
@@ -142,7 +142,7 @@ class PickleWriter:
     @property
     def names(self) -> set[str]:
         """The globals that were written."""
-        return {key.asked for key in self._memo if isinstance(key, Global)}
+        return {key.name for key in self._memo if isinstance(key, Global)}
 
     def draft(self, node: object) -> Draft:
         """The pickle of a node. Raises NotPicklableError."""
@@ -179,9 +179,10 @@ class PickleWriter:
             self.parts.append(_text(node))
             self._memoize(key, node)
         elif isinstance(node, Global):
-            if "." in node.name:  # a class in a class, which protocol 2 has no opcode for
+            if node.nested:  # protocol 2 has no opcode for it
                 raise NotPicklableError(node)
-            self.parts.append(f"c{node.module}\n{node.name}\n".encode())
+            module, _, last = node.name.rpartition(".")
+            self.parts.append(f"c{module}\n{last}\n".encode())
             self._memoize(key, node)
         elif isinstance(node, dict):
             self._save_dict(node, key)
@@ -286,34 +287,34 @@ class PickleWriter:
 def _of_torch(value: TorchValue) -> Global | Instance:
     """How pickle says these values: a dtype by its name, others by a call of their class."""
     if value in LAYOUTS:
-        return call(Global("torch.serialization", "_get_layout"), str(value))
+        return call(Global("torch.serialization._get_layout"), str(value))
     made, _, inner = value.partition("(")
     if made == "datetime.timedelta":
-        return call(Global("datetime", "timedelta"), *map(int, inner[:-1].split(", ")))
+        return call(Global("datetime.timedelta"), *map(int, inner[:-1].split(", ")))
     if value.startswith(numpy_scalars.PREFIX):
         code, data = numpy_scalars.code_and_bytes(value)
-        dtype = Instance(Global("numpy", "dtype"), (f"<{code}", False, True), called=True)
-        return call(Global("numpy._core.multiarray", "scalar"), dtype, data)
+        dtype = Instance(Global("numpy.dtype"), (f"<{code}", False, True), called=True)
+        return call(Global("numpy._core.multiarray.scalar"), dtype, data)
     if made == _VERSION:
-        return Instance(Global(*made.rsplit(".", 1)), (inner.strip("')"),))
+        return Instance(Global(made), (inner.strip("')"),))
     if not value.startswith(_DEVICE):
-        return Global("torch", value.removeprefix("torch."))
+        return Global(str(value))
     kind, _, index = value.removeprefix(_DEVICE).strip("'()").partition(":")
-    return call(Global("torch", "device"), *((kind, int(index)) if index else (kind,)))
+    return call(Global("torch.device"), *((kind, int(index)) if index else (kind,)))
 
 
 def _as_call(node: object) -> Instance:
     """How protocol 2 says a value that has no opcode there. Raises NotPicklableError."""
     if type(node) is bytes:
-        return call(Global("_codecs", "encode"), node.decode("latin-1"), "latin1")
+        return call(Global("_codecs.encode"), node.decode("latin-1"), "latin1")
     if type(node) is bytearray:
-        return call(Global("builtins", "bytearray"), node.decode("latin-1"), "latin-1")
+        return call(Global("builtins.bytearray"), node.decode("latin-1"), "latin-1")
     if type(node) is complex:
-        return call(Global("__builtin__", "complex"), node.real, node.imag)
+        return call(Global("__builtin__.complex"), node.real, node.imag)
     if type(node) is Size:
-        return call(Global("torch", "Size"), (*node,))
+        return call(Global("torch.Size"), (*node,))
     if isinstance(node, set | frozenset) and all(map(is_key, node)):
-        return call(Global("__builtin__", type(node).__name__), sorted(node, key=repr))
+        return call(Global(f"__builtin__.{type(node).__name__}"), sorted(node, key=repr))
     raise NotPicklableError(node)
 
 

@@ -39,7 +39,7 @@ def interpret(
         for old, new in _MOVED.items():
             if module.startswith(old):
                 module = new + module[len(old) :]
-        return resolve(Global(printable(module), printable(last)))
+        return resolve(Global(printable(f"{module}.{last}"), nested="." in last))
 
     return Machine(data, named, storage, replay).run()
 

@@ -148,7 +148,7 @@ class _Names:
         """A function of ours, an element type, or the name itself. Raises UnsafePickleError for one
         that can run code.
         """
-        name = asked.asked
+        name = asked.name
         if name in self._functions:
             return self._functions[name]
         if name.startswith(SHARDED_TENSOR_MODULES):

@@ -103,8 +103,8 @@ class Machine:
         """
         at, data, steps = 0, self.data, _STEPS
         try:
-            while data[at] != _STOP:
-                at = steps[data[at]](self, at + 1)
+            while (code := data[at]) != _STOP:
+                at = steps[code](self, at + 1)
             return self.items.pop(), at + 1
         except IndexError as error:
             if at >= len(data) or at + _WIDTHS.get(chr(data[at]), 0) >= len(data):

@@ -52,7 +52,7 @@ class Memo:
     def put(self, number: int, value: object) -> None:
         """Remember a value under a number, which is not far behind the values that are known."""
         if self.is_dense:
-            if number == len(self):
+            if number == self._first + len(self._values):
                 self.append(value)
                 return
             self.is_dense, self._known = False, len(self)

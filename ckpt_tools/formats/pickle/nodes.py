@@ -32,22 +32,20 @@ _MADE_BY = {
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function by name, that of Python 3."""
+    """A class or function by the name that Python 3 has for it, ``module.name``.
 
-    module: str
+    A class in a class is ``nested``: where its module ends, only the pickle says.
+    """
+
     name: str
-
-    @property
-    def asked(self) -> str:
-        """The name as a pickle asks for it."""
-        return f"{self.module}.{self.name}"
+    nested: bool = False
 
     @property
     def qualname(self) -> str:
         """The class, or that of what the function makes, as far as it is known."""
-        if self.asked.startswith("torch._utils._rebuild"):
+        if self.name.startswith("torch._utils._rebuild"):
             return "torch.Tensor"
-        return _MADE_BY.get(self.asked, self.asked)
+        return _MADE_BY.get(self.name, self.name)
 
 
 @dataclass(slots=True, eq=False)

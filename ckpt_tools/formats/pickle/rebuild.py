@@ -39,10 +39,25 @@ _SPEC_MODULES = (
     "torch.distributed.tensor._dtensor_spec",
     "torch.distributed._tensor._dtensor_spec",
 )
-_OF_SPECS = (
-    *("Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "_MaskPartial"),
-    *("DTensorSpec", "TensorMeta", "ShardOrderEntry"),
-)
+
+
+def _in_specs(*names: str) -> frozenset[str]:
+    return frozenset(f"{module}.{name}" for module in _SPEC_MODULES for name in names)
+
+
+_SHARDS, _ANY_SHARDS = _in_specs("Shard"), _in_specs("Shard", "_StridedShard")
+_REPLICATES = _in_specs("Replicate")
+_PARTIALS = _in_specs("Partial", "_Partial", "_MaskPartial")
+_SPECS, _ORDERS = _in_specs("DTensorSpec"), _in_specs("ShardOrderEntry")
+_METAS = _in_specs("TensorMeta") | {"torch.fx.passes.shape_prop.TensorMetadata"}
+_MESHES = frozenset({
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._tensor.device_mesh.DeviceMesh",
+})  # fmt: skip
+_LAYOUTS = frozenset({
+    "torch.distributed._mesh_layout._MeshLayout",
+    "torch.distributed._mesh_layout._FlatLayout",
+})  # fmt: skip
 _PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")
 _DTENSORS = (
     "torch.distributed.tensor.DTensor",
@@ -70,15 +85,10 @@ _STORAGES: dict[str, str | None] = {
     },
 }
 # The classes that these functions ask for.
-TENSOR_CLASSES = frozenset({
-    *(f"{module}.{name}" for module in _SPEC_MODULES for name in _OF_SPECS),
-    *(*_STORAGES, "torch.Tensor", *_PARAMETERS, *_DTENSORS),
-    "torch.distributed.device_mesh.DeviceMesh",
-    "torch.distributed._tensor.device_mesh.DeviceMesh",
-    "torch.distributed._mesh_layout._MeshLayout",
-    "torch.distributed._mesh_layout._FlatLayout",
-    "torch.fx.passes.shape_prop.TensorMetadata",
-})  # fmt: skip
+TENSOR_CLASSES = frozenset().union(
+    *(_ANY_SHARDS, _REPLICATES, _PARTIALS, _SPECS, _ORDERS, _METAS, _MESHES, _LAYOUTS),
+    *(_STORAGES, _PARAMETERS, _DTENSORS, ("torch.Tensor",)),
+)
 
 RESAVE = (
     "Load it where it was saved, make plain dense tensors of it, and save it again; -x leaves the "
@@ -93,14 +103,12 @@ def module_class(pid: object) -> Global | None:
 
 
 def _asked(kind: object) -> str:
-    return kind.asked if isinstance(kind, Global) else ""
+    return kind.name if isinstance(kind, Global) else ""
 
 
-def _of(value: object, *names: str) -> Instance | None:
-    """The value when it is an object of one of torch's classes of these names."""
-    if not isinstance(value, Instance) or value.cls.name not in names:
-        return None
-    return value if value.cls.asked in TENSOR_CLASSES else None
+def _of(value: object, names: frozenset[str]) -> Instance | None:
+    """The value when it is an object of a class of one of these names."""
+    return value if isinstance(value, Instance) and value.cls.name in names else None
 
 
 def storage_from_id(pid: object) -> StoredStorage:
@@ -357,7 +365,7 @@ def _dtensor(args: tuple[object, ...], state: object) -> StoredDTensor | Opaque:
     """A DTensor: (class, dtype, global size, stride, …) and its local tensor and spec."""
     if type(state) is tuple and len(state) == 2:
         state = state[1]
-    spec = _of(state.get("_spec"), "DTensorSpec") if type(state) is dict else None
+    spec = _of(state.get("_spec"), _SPECS) if type(state) is dict else None
     if type(state) is not dict or spec is None or len(args) != 8:
         raise UnreadableError("a DTensor without its spec.")
     local = state.get("_local_tensor")
@@ -387,7 +395,7 @@ def _dtensor(args: tuple[object, ...], state: object) -> StoredDTensor | Opaque:
 
 def _meta_shape(value: object) -> tuple[int, ...] | None:
     """The global shape that the spec states, None when it states none."""
-    meta = _of(value, "TensorMeta", "TensorMetadata")
+    meta = _of(value, _METAS)
     if meta is None:
         return None
     shape = meta.args[0] if meta.args else meta.fields.get("shape")
@@ -403,16 +411,16 @@ def _placements(value: object, mesh: StoredMesh) -> tuple[StoredPlacement, ...]:
 
 def _placement(value: object) -> StoredPlacement:
     """What a pickled placement says."""
-    if _of(value, "Replicate"):
+    if _of(value, _REPLICATES):
         return StoredPlacement("R")
-    if partial := _of(value, "Partial", "_Partial", "_MaskPartial"):
+    if partial := _of(value, _PARTIALS):
         op = partial.fields.get("reduce_op")
         return StoredPlacement("P", op=op if is_word(op) else shown(op))
-    shard = _of(value, "Shard", "_StridedShard")
+    shard = _of(value, _ANY_SHARDS)
     if shard is None:
         raise UnsupportedError(f"a placement of kind {shown(value)}.")
     dim = as_count(shard.fields.get("dim"), "the dimension of a Shard")
-    if shard.cls.name == "Shard":
+    if shard.cls.name in _SHARDS:
         return StoredPlacement("S", dim)
     factor = as_count(shard.fields.get("split_factor"), "the split factor of a strided Shard")
     return StoredPlacement("SS", dim, factor)
@@ -424,7 +432,7 @@ def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | Non
         return None
     order = []
     for item in value:
-        entry = _of(item, "ShardOrderEntry")
+        entry = _of(item, _ORDERS)
         if entry is None or len(entry.args) != 2:
             raise UnreadableError(f"a shard order of {shown(item)}.")
         tensor_dim, mesh_dims = entry.args
@@ -434,7 +442,7 @@ def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | Non
 
 def _mesh(value: object) -> StoredMesh:
     """The mesh that a pickled DeviceMesh states, whichever torch wrote it; it is read once."""
-    mesh = _of(value, "DeviceMesh")
+    mesh = _of(value, _MESHES)
     if mesh is None:
         raise UnreadableError(f"a DTensor whose mesh is {shown(value)}.")
     if not isinstance(mesh.state, StoredMesh):
@@ -443,7 +451,7 @@ def _mesh(value: object) -> StoredMesh:
 
 
 def _read_mesh(state: dict[object, object]) -> StoredMesh:
-    layout = _of(state.get("_layout"), *_LAYOUTS)
+    layout = _of(state.get("_layout"), _LAYOUTS)
     grid = state.get("mesh")
     attributes: list[object] = [*state]
     if layout is not None:
@@ -471,9 +479,6 @@ def _read_mesh(state: dict[object, object]) -> StoredMesh:
     )
 
 
-_LAYOUTS = ("_MeshLayout", "_FlatLayout")
-
-
 def _layout_grid(layout: dict[object, object]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Sizes and strides of the mesh dimensions.
 
@@ -486,7 +491,7 @@ def _layout_grid(layout: dict[object, object]) -> tuple[tuple[int, ...], tuple[i
         if all(isinstance(part, tuple) for part in pairs[0]):
             pairs = list(zip(*map(_items, pairs[0]), strict=True))
     else:
-        flats = [axis.fields for axis in (_of(one, *_LAYOUTS) for one in _items(axes)) if axis]
+        flats = [axis.fields for axis in (_of(one, _LAYOUTS) for one in _items(axes)) if axis]
         pairs = [(flat.get("shape"), flat.get("stride")) for flat in flats]
     shape = tuple(prod(as_counts(size, "the shape of a mesh")) for size, _ in pairs)
     steps = [as_counts(stride, "the strides of a mesh") for _, stride in pairs]

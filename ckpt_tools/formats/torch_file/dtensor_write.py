@@ -20,11 +20,11 @@ _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _SPEC = "torch.distributed.tensor._dtensor_spec"
 _LAYOUT = "torch.distributed._mesh_layout"
 
-_REBUILD_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
-_REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
-_DTENSOR = Global("torch.distributed.tensor", "DTensor")
-_DEVICE_MESH = Global("torch.distributed.device_mesh", "DeviceMesh")
-_STRIDED = call(Global("torch.serialization", "_get_layout"), "torch.strided")
+_REBUILD_TYPE = Global("torch._tensor._rebuild_from_type_v2")
+_REBUILD_WRAPPER = Global("torch._utils._rebuild_wrapper_subclass")
+_DTENSOR = Global("torch.distributed.tensor.DTensor")
+_DEVICE_MESH = Global("torch.distributed.device_mesh.DeviceMesh")
+_STRIDED = call(Global("torch.serialization._get_layout"), "torch.strided")
 _INT32 = dtype_named("int32")
 
 
@@ -82,13 +82,13 @@ def rank_mesh(
 
 def _layout_node(mesh: Mesh, generation: Generation) -> Instance:
     """Sizes and strides of the mesh's dimensions, in the form of this torch."""
-    cls = Global(_LAYOUT, "_MeshLayout")
+    cls = Global(f"{_LAYOUT}._MeshLayout")
     strides = row_major_strides(mesh.shape)
     if "axes" not in generation.layout:
         return Instance(cls, state={"shape": (*mesh.shape,), "stride": strides})
     axes = tuple(
         Instance(
-            Global(_LAYOUT, "_FlatLayout"),
+            Global(f"{_LAYOUT}._FlatLayout"),
             # torch leaves dimensions of size 1 out of a layout.
             state={"shape": (size,), "stride": (stride,)}
             if size > 1
@@ -103,23 +103,23 @@ def dtensor_node(
     dtype: DType, shape: tuple[int, ...], *, local: Instance, layout: Layout, mesh: RankMesh
 ) -> Instance:
     """A DTensor of this type and global shape, whose shard is ``local``."""
-    kind = Global("torch", dtype.name)
+    kind = Global(f"torch.{dtype.name}")
     strides = row_major_strides([max(1, size) for size in shape])
-    device = call(Global("torch", "device"), mesh.device_type)
+    device = call(Global("torch.device"), mesh.device_type)
     wrapper = (_DTENSOR, kind, (*shape,), (*strides,), 0, _STRIDED, device, False)
-    size = call(Global("torch", "Size"), (*shape,))
+    size = call(Global("torch.Size"), (*shape,))
     strided = any(layout.split_factor(mesh_dim) > 1 for mesh_dim in _cut(layout))
     says_strided = strided and "use_strided_shard_as_shard_order" in mesh.generation.spec
     values: dict[str, object] = {
         "mesh": mesh.node,
         "placements": tuple(_placement_node(layout, dim) for dim in range(len(layout.placements))),
-        "tensor_meta": Instance(Global(_SPEC, "TensorMeta"), (size, (*strides,), kind)),
+        "tensor_meta": Instance(Global(f"{_SPEC}.TensorMeta"), (size, (*strides,), kind)),
         "shard_order": None if says_strided else _order_node(layout),
         "use_strided_shard_as_shard_order": strided,
         "_hash": None,
     }
     state = {name: values[name] for name in mesh.generation.spec}
-    spec = Instance(Global(_SPEC, "DTensorSpec"), state=state)
+    spec = Instance(Global(f"{_SPEC}.DTensorSpec"), state=state)
     inner: dict[str, object] = {"_local_tensor": local, "_spec": spec}
     return call(_REBUILD_TYPE, _REBUILD_WRAPPER, _DTENSOR, wrapper, (None, inner))
 
@@ -127,12 +127,12 @@ def dtensor_node(
 def _placement_node(layout: Layout, mesh_dim: int) -> Instance:
     placement = layout.placements[mesh_dim]
     if isinstance(placement, Replicate):
-        return Instance(Global(_PLACEMENTS, "Replicate"), state={})
+        return Instance(Global(f"{_PLACEMENTS}.Replicate"), state={})
     factor = layout.split_factor(mesh_dim)
     if factor == 1:
-        return Instance(Global(_PLACEMENTS, "Shard"), state={"dim": placement.dim})
+        return Instance(Global(f"{_PLACEMENTS}.Shard"), state={"dim": placement.dim})
     state: dict[str, object] = {"dim": placement.dim, "split_factor": factor}
-    return Instance(Global(_PLACEMENTS, "_StridedShard"), state=state)
+    return Instance(Global(f"{_PLACEMENTS}._StridedShard"), state=state)
 
 
 def _order_node(layout: Layout) -> tuple[Instance, ...]:
@@ -141,7 +141,8 @@ def _order_node(layout: Layout) -> tuple[Instance, ...]:
     for mesh_dim, dim in sorted(_cut(layout).items(), key=lambda cut: layout.order.index(cut[0])):
         cuts.setdefault(dim, []).append(mesh_dim)
     return tuple(
-        Instance(Global(_SPEC, "ShardOrderEntry"), (dim, tuple(cuts[dim]))) for dim in sorted(cuts)
+        Instance(Global(f"{_SPEC}.ShardOrderEntry"), (dim, tuple(cuts[dim])))
+        for dim in sorted(cuts)
     )
 
 

@@ -1,6 +1,7 @@
 """The interpreter of pickles: real pickles of torch 2.1 to 2.15, and hostile ones of our own."""
 
 import copyreg
+import doctest
 import io
 import os
 import pickle
@@ -79,6 +80,12 @@ def dtensor_on_one_rank(placement: bytes, grid: bytes = b"K\x01\x85") -> bytes:
     state = b"N}(" + text("_local_tensor") + tensor() + text("_spec") + spec + b"u\x86"
     wrapper = name("torch._utils._rebuild_wrapper_subclass")
     return calls("torch._tensor._rebuild_from_type_v2", wrapper, kind, made, state)
+
+
+def test_the_worked_examples_of_the_docs_give_what_they_show() -> None:
+    page = Path(__file__).parents[2] / "docs" / "adding-a-format.md"
+    done = doctest.testfile(str(page), module_relative=False)
+    assert (done.attempted > 10, done.failed) == (True, 0)
 
 
 # ----------------------------------------------------------------------------------- DCP metadata

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.formats.pickle.configs import CONFIG_CLASSES, Configs, is_config
 from ckpt_tools.formats.pickle.dump import NotPicklableError, PickleWriter
-from ckpt_tools.formats.pickle.limits import MAX_CLOSED_DEPTH, TextBound
+from ckpt_tools.formats.pickle.limits import FREE_OPCODES, MAX_CLOSED_DEPTH, MAX_COPIED, TextBound
 from ckpt_tools.formats.pickle.nodes import Global, Instance
 from ckpt_tools.formats.pickle.torch_stubs import is_dtype
 
@@ -57,26 +57,27 @@ _NAMES = CONFIG_CLASSES | {
 
 
 class ClosedValues:
-    """Pickles the closed values of one pickle again, up to ``max_bytes`` in all.
+    """Pickles the closed values of a pickle of ``length`` bytes again, up to a length in all.
 
     ``is_allowed`` says of a global that is not listed whether the user allows it.
     """
 
-    def __init__(self, is_allowed: Callable[[str], bool], text: TextBound, max_bytes: int) -> None:
+    def __init__(self, is_allowed: Callable[[str], bool], text: TextBound, length: int) -> None:
         self._is_allowed = is_allowed
-        self._left = max_bytes
+        self._bytes_left = MAX_COPIED + 2 * length
+        self._opcodes_left = FREE_OPCODES + 2 * length
         self._configs = Configs(text)
 
     def pickled(self, closed: Instance | Global | bytearray, qualname: str) -> PickledValue:
         """The closed value with its pickle. Raises NotPicklableError."""
-        if self._left <= 0:
+        if self._bytes_left <= 0 or self._opcodes_left <= 0:
             raise NotPicklableError(closed)
         writer = PickleWriter(MAX_CLOSED_DEPTH)
         try:
             data = writer.draft(closed).filled(())
         finally:
-            self._left -= len(writer.parts)
-        self._left -= len(data)
+            self._opcodes_left -= len(writer.parts)
+        self._bytes_left -= len(data)
         unlisted = sorted(name for name in writer.names if not (name in _NAMES or is_dtype(name)))
         fields: PlainValue = None
         if isinstance(closed, Instance) and is_config(closed.qualname):

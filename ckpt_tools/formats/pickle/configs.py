@@ -6,6 +6,7 @@ They stay closed values: what is copied is the pickle.
 from __future__ import annotations
 
 from ckpt_tools.core.plain_values import PlainValue
+from ckpt_tools.core.text import is_text
 from ckpt_tools.formats.pickle.limits import (
     MAX_CONFIG_DEPTH,
     MAX_CONFIG_VALUES,
@@ -82,7 +83,7 @@ class _EndlessError(Exception):
 def _leaf(value: object) -> PlainValue:
     """A value as it is, or what stands there in angle brackets."""
     if type(value) is str:
-        return value.encode("utf-8", "backslashreplace").decode()
+        return value if is_text(value) else value.encode("utf-8", "backslashreplace").decode()
     if type(value) is int and value.bit_length() <= MAX_KEY_BITS:
         return value
     if value is None or isinstance(value, bool | float):

@@ -237,7 +237,7 @@ class _Settler:
         self._nodes = 0
         self._max_nodes = FREE_VALUES + VALUES_PER_BYTE * length  # one per byte, were none shared
         self._text = TextBound(length)
-        self._values = ClosedValues(is_allowed, self._text, MAX_COPIED + 2 * length)
+        self._values = ClosedValues(is_allowed, self._text, length)
         self._unknown = unknown
         self._closed: dict[int, Opaque | TorchValue | PickledValue] = {}
 

@@ -41,6 +41,9 @@ MAX_OPAQUE_CLASSES = 1000
 # A call costs three bytes and can copy a long list: what functions copy, beside the length.
 MAX_COPIED = 64 << 20
 BYTES_OF_ITEM = 32
+# Closed values are pickled again, each with all that it shares: so many opcodes in all, which take
+# half a microsecond each, and two for each byte.
+FREE_OPCODES = 500_000
 
 # Values. They are counted as often as they are met: one per byte, were none shared.
 FREE_VALUES = 10_000

@@ -395,6 +395,8 @@ HOSTILE = {
     "value that contains itself": END + LOOP,
     "lists that share": END + b"]" + b"q\x00(h\x00h\x00l" * 60 + b".",
     "a name that is no text": END + b"}V\\ud800\nK\x01s.",
+    "a class again and again, and many": END
+    + (b"(" + b"ca\nb\n" * 200_000 + b"".join(b"ca\nb%d\n" % n for n in range(1000)) + b"l."),
     "lists nested deep": END + b"(" * 100_000 + b"l" * 100_000 + b".",
     "sets without end": b"\x80\x04(" + b"\x8f" * 400_000 + b"l.",
     "text of 2**62 bytes": b"\x80\x04\x8d\x00\x00\x00\x00\x00\x00\x00\x40.",

@@ -37,7 +37,7 @@ MAX_SHOWN = 160
 MAX_INT_BITS = 1024  # Python refuses to print numbers of thousands of digits
 MAX_KEY_BITS = 512
 MAX_NDIM = 64  # as many as torch allows
-MAX_OPAQUE_CLASSES = 1000
+MAX_CLASSES = 1000
 # A call costs three bytes and can copy a long list: what functions copy, beside the length.
 MAX_COPIED = 64 << 20
 BYTES_OF_ITEM = 32

@@ -248,7 +248,7 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
     spec = atomic_output.OutputSpec(
         out,
         plan.files,
-        Origin.of(read, plan.files, conversion.settings(plan), task_bytes=options.sizes.task),
+        Origin.of(read, plan.files, conversion.settings(plan)),
         source=conversion.read,
         before=before,
         single_file=plan.single_file,

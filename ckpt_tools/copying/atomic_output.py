@@ -1,6 +1,6 @@
 """Atomic, resumable output.
 
-Everything is written to ``OUT.partial/new``, synced, and renamed once. What was at OUT before stays
+Everything is written in ``OUT.partial``, synced, and renamed once. What was at OUT before stays
 untouched until that moment; then it is ``OUT.replaced`` for an instant. A run that is killed at any
 point leaves a state that the next run recovers from. This module knows files and folders, never
 what is in them.
@@ -28,10 +28,7 @@ from ckpt_tools.copying.out_path import (
 from ckpt_tools.copying.resume import (
     Manifest,
     OutputPlace,
-    finished_files,
     held,
-    keep_finished,
-    noted_files,
     refuse_foreign,
     remove,
     sync_files,
@@ -218,10 +215,8 @@ def _refuse_obstacles(out: str, single_file: str | None) -> None:
 
 def _check_space(out: str, plans: LazyPlans) -> None:
     """Raise WriteError for too little space; what an unfinished output holds counts as written."""
-    folder = place_of(out).folder
-    needed = sum(
-        max(0, file.length - _allocated(os.path.join(folder, file.path))) for file in plans.files
-    )
+    there = place_of(out).allocated()
+    needed = sum(max(0, file.length - there[file.path]) for file in plans.files)
     free = free_space(out)
     if needed > free:
         raise WriteError(
@@ -235,13 +230,6 @@ def free_space(out: str) -> int:
     """Bytes that are free on the file system on which ``out`` will be."""
     state = os.statvfs(existing_parent(os.path.realpath(out)))
     return state.f_bavail * state.f_frsize
-
-
-def _allocated(path: str) -> int:
-    try:
-        return os.stat(path).st_blocks * 512
-    except OSError:
-        return 0
 
 
 @contextmanager
@@ -324,7 +312,7 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
     if manifest.origin is None:
         return None
     is_written = manifest.has("complete")
-    if not is_written and not noted_files(spec.place):
+    if not is_written and not spec.place.has_finished:
         return None
     different = manifest.origin.differences(spec.origin)
     if different and spec.restarted:
@@ -337,9 +325,10 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
         )
     if is_written:
         return Started(spec.place, LazyPlans(), ("An earlier run had already written everything.",))
-    finished = keep_finished(spec.place, spec.plans)
+    finished = spec.place.finished(spec.plans)
     if not finished:
         return None
+    remove(spec.place.unfinished)  # what is not written in a file must be zero
     note = f"Resuming: {_progress(finished, spec)} were already finished."
     return Started(spec.place, spec.plans.without(finished), (note,))
 
@@ -347,10 +336,7 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
 def _say_discarded(manifest: Manifest, spec: OutputSpec) -> None:
     """Say what is about to be removed of an earlier run."""
     partial = spec.place.partial
-    files = [
-        os.path.join(at, name) for at, _, names in os.walk(spec.place.folder) for name in names
-    ]
-    nbytes = sum(map(_allocated, files))
+    nbytes = sum(spec.place.allocated().values())
     if manifest.origin is not None and nbytes:
         same = not spec.resume and not manifest.origin.differences(spec.origin)
         advice = " --resume would go on with what is finished." if same else ""
@@ -375,7 +361,7 @@ def _is_about_source(error: BaseException) -> bool:
 
 def _kept(manifest: Manifest, spec: OutputSpec) -> str | None:
     """How to resume with the finished files; None when there are none, and all is removed."""
-    finished, partial = finished_files(spec.place, spec.plans), spec.place.partial
+    finished, partial = spec.place.finished(spec.plans), spec.place.partial
     if not finished and not manifest.has("complete"):
         manifest.remove()
         return None

@@ -43,8 +43,6 @@ class Origin:
         indexes: Sequence[CheckpointIndex],
         plans: LazyPlans,
         options: Mapping[str, str],
-        *,
-        task_bytes: int,
     ) -> Origin:
         """The origin of these plans, made with these options for these checkpoints."""
         sources = {}
@@ -54,8 +52,7 @@ class Origin:
             for file in sorted(with_states(index.files)):
                 name = os.path.relpath(file.path, top or ".") + of
                 sources[name] = str(file.state or "not there")
-        layout = f"{plans.digest} in tasks of {task_bytes}"
-        return cls(__version__, sources, dict(options), layout)
+        return cls(__version__, sources, dict(options), plans.digest)
 
     def differences(self, now: Origin) -> list[str]:
         """What is different now, a line each; nothing when the origins are equal."""

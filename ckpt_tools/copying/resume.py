@@ -1,9 +1,9 @@
 """Which files of an unfinished output are finished, and who may write them.
 
-``OUT.partial`` holds the new files in ``new``, a manifest, and a log for each process that writes.
-The manifest says what the output is made from, and which last steps are done; only the process that
-holds its lock changes the folder. A log names the files in which its process has written
-and synced all that is its own. Each line has a CRC-32, so that a torn last line says nothing.
+``OUT.partial`` holds files that are being written in ``unfinished``, and each as soon as all of it
+is written and synced, under its final name in ``new``. The manifest says what the output is made
+from, and which last steps are done; only the process that holds its lock changes the folder. Each
+of its lines has a CRC-32, so that a torn last line says nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from glob import escape, glob
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ckpt_tools.copying.origin import Origin
 from ckpt_tools.core.plan import LazyPlans
@@ -30,8 +30,7 @@ Mark = Literal["complete", "replacing"]
 
 # After a sync the next one waits so many times as long as it took: small files are synced together.
 SYNC_PAUSE = 10.0
-_LOG = ".finished."
-_LOG_ROOM = 256 << 10  # bytes for thousands of files, which a disk that fills up does not take
+_WRITERS = ".writers"
 _PATIENCE = 5.0  # seconds: a process that was killed, or lost its job, needs a moment to be gone
 _PAUSE = 0.05
 _TRIES = 10
@@ -45,144 +44,122 @@ class OutputPlace:
 
     @property
     def folder(self) -> str:
-        """Where the files of the output are."""
+        """Where the finished files of the output are."""
         return os.path.join(self.partial, "new")
 
-    def log(self, index: int) -> str:
-        """The log of the process that does share ``index``."""
-        return os.path.join(self.partial, f"{_LOG}{index}")
+    @property
+    def unfinished(self) -> str:
+        """Where files are until they are finished; where nothing is written yet they have zeros."""
+        return os.path.join(self.partial, "unfinished")
 
-    def logs(self) -> list[str]:
-        """All logs that are there."""
-        return sorted(glob(os.path.join(escape(self.partial), f"{_LOG}*")))
+    @property
+    def writers(self) -> str:
+        """A file that each process that writes holds a shared lock of."""
+        return os.path.join(self.partial, _WRITERS)
+
+    def allocated(self) -> Counter[str]:
+        """Bytes on the disk of each file that is there, finished or not."""
+        states = [*_listed(self.folder), *_listed(self.unfinished)]
+        return Counter({path: state.st_blocks * 512 for path, state in states})
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether any file is finished, of whatever plans."""
+        return next(_listed(self.folder), None) is not None
+
+    def finished(self, plans: LazyPlans) -> set[str]:
+        """The files of these plans that are finished, and still have their planned length."""
+        lengths = {path: state.st_size for path, state in _listed(self.folder)}
+        return {file.path for file in plans.files if lengths.get(file.path) == file.length}
+
+    def finish(self, paths: Iterable[str]) -> None:
+        """Give files their final names, if they have not got them yet: all of each is written and
+        synced. Raises OSError.
+        """
+        folders = set[str]()
+        for path in paths:
+            name = os.path.join(self.folder, path)
+            if (folder := os.path.dirname(name)) not in folders:
+                os.makedirs(folder, exist_ok=True)
+                folders.add(folder)
+            try:
+                os.rename(os.path.join(self.unfinished, path), name)
+            except FileNotFoundError:
+                if not os.path.exists(name):
+                    raise
 
 
-class TaskRange(NamedTuple):
-    """Tasks ``first`` to ``end - 1`` ``of`` those that write the file ``path``."""
-
-    path: str
-    first: int
-    end: int
-    of: int
-
-
-def noted_files(place: OutputPlace) -> set[str]:
-    """The files whose parts were all written and synced."""
-    parts: dict[str, list[TaskRange]] = {}
-    for log in place.logs():
-        for body in _lines_in(log):
-            for part in (TaskRange(*fields) for fields in json.loads(body)):
-                parts.setdefault(part.path, []).append(part)
-    return {path for path, own in parts.items() if _is_all(own)}
-
-
-def finished_files(place: OutputPlace, plans: LazyPlans) -> set[str]:
-    """The noted files that are in these plans and still have their planned length."""
-    noted = noted_files(place)
-    return {
-        file.path
-        for file in plans.files
-        if file.path in noted and _length(os.path.join(place.folder, file.path)) == file.length
-    }
-
-
-def keep_finished(place: OutputPlace, plans: LazyPlans) -> set[str]:
-    """Merge all logs into one before the run resumes; returns the finished files.
-
-    Others are removed: what is not written in a file must be zero. Only for the process that holds
-    the manifest. Raises OSError.
+def _listed(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """The files in a folder, and their states. They are listed, not looked up by their names: a
+    file system over the network remembers which names it did not find.
     """
-    finished = finished_files(place, plans)
-    for path in {file.path for file in plans.files} - finished:
-        remove(os.path.join(place.folder, path))
-    old, kept = place.logs(), place.log(-1)
-    fresh = os.path.join(place.partial, ".kept")
-    with open(fresh, "wb") as file:
-        file.write(_line_of(json.dumps([TaskRange(path, 0, 1, 1) for path in sorted(finished)])))
-    sync_files([fresh])
-    os.replace(fresh, kept)
-    for log in old:
-        if log != kept:
-            os.unlink(log)
-    sync_files([kept])  # no old log comes back after a crash
-    return finished
-
-
-def _is_all(parts: Sequence[TaskRange]) -> bool:
-    end = 0
-    for part in sorted(parts):
-        if part.first > end:
-            return False
-        end = max(end, part.end)
-    return end == parts[0].of
-
-
-def _length(path: str) -> int | None:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return None
+    for parent, _, names in os.walk(folder):
+        for path in (os.path.join(parent, name) for name in names):
+            with suppress(FileNotFoundError):
+                yield os.path.relpath(path, folder), os.stat(path)
 
 
 @contextmanager
-def logged(place: OutputPlace, index: int) -> Iterator[FileLog]:
-    """The log of one share, locked by this process during the block.
-
-    Raises WriteError, and OutputExistsError when another process holds it.
-    """
-    log = FileLog(place, index)
+def writing(place: OutputPlace) -> Iterator[None]:
+    """This process as one that writes there: no other run may begin there during the block."""
     try:
-        yield log
+        fd = _open_locked(place.writers, what=place.partial, lock=fcntl.LOCK_SH)
+    except OSError as error:
+        raise unwritable(place.writers, error) from error
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def finishing(place: OutputPlace) -> Iterator[Finisher]:
+    """Finishes files that this process writes during the block. Raises WriteError."""
+    finisher = Finisher(place)
+    try:
+        yield finisher
     except BaseException:
         with suppress(WriteError):  # the error that ended the block says more
-            log.close()
+            finisher.close()
         raise
-    log.close()
+    finisher.close()
 
 
-class FileLog:
-    """Syncs what a process has written of a file, and notes it; several files at a time."""
+class Finisher:
+    """Syncs what this process has written of files, several at a time, and gives those that nobody
+    else writes in their final names.
+    """
 
-    def __init__(self, place: OutputPlace, index: int) -> None:
-        self._place, self._path = place, place.log(index)
-        try:
-            self._fd = _open_locked(self._path, what=place.partial)
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)  # what comes last in it is room from now on
-            os.lseek(self._fd, 0, os.SEEK_END)
-            with suppress(OSError):
-                os.posix_fallocate(self._fd, 0, _LOG_ROOM)
-            os.write(self._fd, _line_of("[]"))
-        except OSError as error:
-            raise unwritable(self._path, error) from error
+    def __init__(self, place: OutputPlace) -> None:
+        self._place = place
         self._lock = threading.Lock()
-        self._unsynced: list[TaskRange] = []
+        self._unsynced: dict[str, bool] = {}
         self._next_sync = 0.0
 
-    def written(self, part: TaskRange) -> None:
-        """Take note of a part whose bytes are all written. Raises WriteError."""
+    def written(self, path: str, is_whole: bool) -> None:  # noqa: FBT001 (what is known of it)
+        """Take note that this process has written its part of a file, which may be all of it.
+
+        Raises WriteError.
+        """
         with self._lock:
-            self._unsynced.append(part)
+            self._unsynced[path] = is_whole
             started = time.monotonic()
             if started < self._next_sync:
                 return
-            parts, self._unsynced = self._unsynced, []
-        self._sync(parts)
+            written, self._unsynced = self._unsynced, {}
+        self._finish(written)
         ended = time.monotonic()
         self._next_sync = ended + SYNC_PAUSE * (ended - started)
 
     def close(self) -> None:
-        """Sync and note what is left. Raises WriteError."""
-        try:
-            if self._unsynced:
-                self._sync(self._unsynced)
-        finally:
-            os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_CUR))
-            os.close(self._fd)
+        """Sync and finish what is left. Raises WriteError."""
+        self._finish(self._unsynced)
 
-    def _sync(self, parts: Sequence[TaskRange]) -> None:
+    def _finish(self, written: Mapping[str, bool]) -> None:
         try:
-            sync_files([os.path.join(self._place.folder, part.path) for part in parts])
-            os.write(self._fd, _line_of(json.dumps(parts)))
+            for path in sorted(written):
+                _sync(os.path.join(self._place.unfinished, path))
+            self._place.finish(path for path, is_whole in written.items() if is_whole)
         except OSError as error:
             raise unwritable(self._place.folder, error) from error
 
@@ -190,11 +167,15 @@ class FileLog:
 def sync_files(paths: Collection[str]) -> None:
     """Make these files durable, and that they are in their folders. Raises OSError."""
     for path in [*sorted(paths), *sorted({os.path.dirname(path) for path in paths})]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _sync(path)
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class Manifest:
@@ -232,7 +213,7 @@ class Manifest:
         self._marks.clear()
         self._clear()
         os.makedirs(self.place.folder)
-        sync_files([self._path])  # no old log comes back after a crash, and is taken for a new one
+        sync_files([self._path])  # no old file comes back after a crash, and is taken for a new one
         facts = {"origin": asdict(origin), "single_file": single_file}
         os.write(self._fd, _line_of(json.dumps(facts)))
         self.origin, self._single_file = origin, single_file
@@ -273,8 +254,7 @@ def held(partial: str) -> Iterator[Manifest]:
     except OSError as error:
         raise unwritable(partial, error) from error
     try:
-        for log in OutputPlace(partial).logs():
-            os.close(_open_locked(log, what=partial))
+        os.close(_open_locked(OutputPlace(partial).writers, what=partial))
         yield Manifest(partial, fd)
     finally:
         os.close(fd)
@@ -314,7 +294,7 @@ def refuse_foreign(partial: str) -> None:
         )
 
 
-def _open_locked(path: str, *, what: str) -> int:
+def _open_locked(path: str, *, what: str, lock: int = fcntl.LOCK_EX) -> int:
     """A file opened for appending, made if need be, and locked until it is closed.
 
     Raises OutputExistsError when another process holds it, and goes on where the system has no
@@ -324,7 +304,7 @@ def _open_locked(path: str, *, what: str) -> int:
     end = time.monotonic() + _PATIENCE
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, lock | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if time.monotonic() <= end:
                 time.sleep(_PAUSE)
@@ -344,12 +324,9 @@ def _line_of(body: str) -> bytes:
 
 
 def _lines_in(path: str) -> Iterator[str]:
-    """The lines of a manifest or log up to the first that is torn; none when it does not exist."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except FileNotFoundError:
-        return
+    """The lines of a manifest up to the first that is torn."""
+    with open(path, "rb") as file:
+        data = file.read()
     for line in data.split(b"\n")[:-1]:
         crc, _, body = line.partition(b" ")
         if crc != b"%08x" % zlib.crc32(body):

@@ -1,7 +1,7 @@
 """Cuts file plans into tasks: contiguous ranges of files that can be written in any order.
 
 The cut depends on the plan alone, never on threads or memory, so that a task's number means the
-same in every process and after a restart. This room opens no file.
+same in every process. This room opens no file.
 """
 
 from __future__ import annotations

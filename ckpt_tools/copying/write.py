@@ -13,11 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from itertools import groupby
 
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.copying.read import OnRun
-from ckpt_tools.copying.resume import TaskRange
 from ckpt_tools.copying.task_writer import BLOCK, SLOT, Output, Stopped, TaskWriter
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.crc import combine
@@ -37,7 +35,7 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     max_memory: int,
     on_bytes: Callable[[int], None],
     share: Share = ALL,
-    on_file: Callable[[TaskRange], None] | None = None,
+    on_file: Callable[[str, bool], None] | None = None,
     on_run: OnRun | None = None,
 ) -> int:
     """Write every file of the plans below the folder ``root``; gives the bytes of all tasks done.
@@ -45,9 +43,9 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together; without a number
     of ``threads`` it is chosen for the cores and the files. ``on_bytes`` gets the number of
     bytes written since its last call, ``on_file`` each file of which this worker's part is written,
-    ``on_run`` the CRC-32 of each run of the source that is written in its order.
-    A file that exists with the right length is written into, not created again. With a ``share``,
-    one of several workers does its part: together they write every byte once, in any order. The
+    and whether that is all of it, ``on_run`` the CRC-32 of each run of the source that is written
+    in its order. A file that exists is written into, not created again. With a ``share``, one of
+    several workers does its part: together they write every byte once, in any order. The
     result is then its part of the plans' bytes. It counts whole tasks, when they are done: what
     ``on_bytes`` was told is for people, and proves nothing.
 
@@ -87,15 +85,12 @@ class _Outputs:
         self._root, self._sizes = root, sizes
         self._open: dict[str, Output] = {}
         self._left: Counter[str] = Counter()
-        self._parts: dict[str, TaskRange] = {}
+        self._whole: set[str] = set()
 
     def expect(self, tasks: Sequence[Task]) -> None:
-        """Say which tasks will be opened and closed: neighbours in each file, in order."""
+        """Say which tasks will be opened and closed; all that this worker has of each file."""
         self._left.update(task.file.path for task in tasks)
-        for path, mine in groupby(tasks, key=lambda task: task.file.path):
-            first, *more = mine
-            last = more[-1] if more else first
-            self._parts[path] = TaskRange(path, first.number, last.number + 1, first.of)
+        self._whole = {t.file.path for t in tasks if self._left[t.file.path] == t.of}
 
     def open(self, plan: FilePlan) -> Output:
         """The file of a plan, made and set to its length if need be. Raises WriteError."""
@@ -104,13 +99,17 @@ class _Outputs:
             output = self._open[plan.path] = self._make(plan)
         return output
 
-    def done_with(self, plan: FilePlan) -> TaskRange | None:
-        """Close the file of a plan when this was its last task; gives what is written of it."""
+    def done_with(self, plan: FilePlan) -> bool:
+        """Close the file of a plan when this was its last task, and say so."""
         self._left[plan.path] -= 1
         if self._left[plan.path]:
-            return None
+            return False
         self._open.pop(plan.path).close()
-        return self._parts.pop(plan.path)
+        return True
+
+    def is_whole(self, plan: FilePlan) -> bool:
+        """Whether this worker writes all of the file of a plan."""
+        return plan.path in self._whole
 
     def create(self, plans: Iterator[FilePlan]) -> None:
         """Make files that no task writes to. Raises WriteError."""
@@ -191,7 +190,7 @@ class _Work:
         *,
         outputs: _Outputs,
         on_bytes: Callable[[int], None],
-        on_file: Callable[[TaskRange], None] | None,
+        on_file: Callable[[str, bool], None] | None,
         on_run: OnRun | None,
     ) -> None:
         self._outputs, self._on_bytes, self._on_file = outputs, on_bytes, on_file
@@ -256,10 +255,10 @@ class _Work:
                 output.send(*task.span)
                 with self._lock:
                     self._check(task, value)
-                    written = self._outputs.done_with(task.file)
+                    is_last = self._outputs.done_with(task.file)
                     self.done += task.nbytes
-                if written is not None and self._on_file is not None:
-                    self._on_file(written)
+                if is_last and self._on_file is not None:
+                    self._on_file(task.file.path, self._outputs.is_whole(task.file))
         except Stopped:
             return
 

@@ -131,34 +131,39 @@ def _appears(path: str) -> bool:
 def require_all_written(
     group: Group,
     plans: LazyPlans,
-    folder: str,
+    place: OutputPlace,
     *,
     nbytes: int,
     planned: int | None = None,
 ) -> None:
-    """Raise WriteError on all ranks unless rank 0 finds every file with its length, and the
+    """Have rank 0 give all files their final names, which each rank has synced its part of.
+
+    Raises WriteError on all ranks unless rank 0 finds every file with its length, and the
     ``nbytes`` of tasks that each rank did are together the ``planned`` ones: by default all bytes
     of the plans, which leave no byte out.
     """
     written = group.total(nbytes)
     error = None
     if group.rank == 0:
-        faults = [fault for plan in plans.files if (fault := _fault(plan, folder)) is not None]
+        faults = [fault for plan in plans.files if (fault := _fault(plan, place)) is not None]
         planned = plans.length if planned is None else planned
         if not faults and written != planned:
             faults = [f"the ranks wrote {written:,} bytes of {planned:,}"]
         if faults:
             more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
             error = WriteError(
-                f"{folder} is incomplete: {faults[0]}{more}.",
+                f"{place.partial} is incomplete: {faults[0]}{more}.",
                 hint="OUT was not created. Do all ranks see the same file system?",
             )
+        else:
+            place.finish(plan.path for plan in plans.files)
     group.barrier(error)
 
 
-def _fault(plan: PlannedFile, folder: str) -> str | None:
+def _fault(plan: PlannedFile, place: OutputPlace) -> str | None:
+    named, unnamed = (os.path.join(at, plan.path) for at in (place.folder, place.unfinished))
     try:
-        length = os.stat(os.path.join(folder, plan.path)).st_size
+        length = os.stat(named if os.path.exists(named) else unnamed).st_size
     except OSError as error:
         return f"{plan.path} cannot be seen ({error.strerror})"
     if length == plan.length:

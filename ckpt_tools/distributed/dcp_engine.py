@@ -16,7 +16,7 @@ from ckpt_tools import formats
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.reshard import ReshardOptions
 from ckpt_tools.convert.write import Locate, WriteOptions
-from ckpt_tools.copying.resume import OutputPlace, logged
+from ckpt_tools.copying.resume import OutputPlace, writing
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plan import Target
@@ -85,11 +85,11 @@ class _LoadAndSave:
         """Load into empty tensors in their new placement, save them, see that all is there."""
         group = self.group
         if begin(group, plan.files, place, self.write.sizes, source=index):
-            with logged(place, group.rank):  # another attempt waits for the lock
-                self._run(index, plan, place.folder)
+            with writing(place):
+                self._run(index, plan, place)
         return ()
 
-    def _run(self, index: CheckpointIndex, plan: Plan, folder: str) -> None:
+    def _run(self, index: CheckpointIndex, plan: Plan, place: OutputPlace) -> None:
         group = self.group
         mesh = devices.device_mesh(self.options.mesh, self.device_type)
         mine = [target.entry for target in plan.targets[group.rank :: group.size]]
@@ -100,11 +100,12 @@ class _LoadAndSave:
                 target.fqn: _empty(target, mesh, self.device_type, rank=group.rank)
                 for target in plan.targets
             }
-        _load_and_save(state, index.closed(), plan, folder)
+        _load_and_save(state, index.closed(), plan, place.unfinished)
         self.listener.on_bytes(plan.files[group.rank :: group.size].length)
         with group.collective():
             if group.rank == 0:
-                _require_saved(plan, folder)
+                _require_saved(plan, place.unfinished)
+                place.finish(os.listdir(place.unfinished))
 
 
 def _refuse(index: CheckpointIndex, options: ReshardOptions, *, world_size: int) -> None:

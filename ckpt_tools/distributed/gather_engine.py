@@ -18,7 +18,7 @@ from ckpt_tools import formats
 from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import Locate, WriteOptions
-from ckpt_tools.copying.resume import OutputPlace, logged
+from ckpt_tools.copying.resume import Finisher, OutputPlace, finishing, writing
 from ckpt_tools.copying.tasks import MIN_MEMORY
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
@@ -95,35 +95,39 @@ class _Gatherer:
         left = begin(self.group, plan.files, place, self.write.sizes)
         if not left:
             return ()
-        with logged(place, self.group.rank):  # another attempt waits for the lock
-            self._fill(index, left, place.folder, seen)
+        with writing(place):
+            self._fill(index, left, place, seen)
             return self._compared(index, plan, place.folder, seen)
 
-    def _fill(self, index: CheckpointIndex, plans: LazyPlans, folder: str, seen: KnownCrcs) -> None:
+    def _fill(
+        self, index: CheckpointIndex, plans: LazyPlans, place: OutputPlace, seen: KnownCrcs
+    ) -> None:
         group, options = self.group, self.write
-        _create(group, plans, folder)
         mine = self._part_of(plans, index)
         on_bytes, done = stopping(group, self.listener.on_bytes), 0
 
         def write(plans: Sequence[FilePlan], files: Files) -> None:
             nonlocal done
-            done += write_files(  # without a log of finished files
+            done += write_files(
                 LazyPlans.of(plans),
-                root=folder,
+                root=place.unfinished,
                 files=files,
                 threads=options.threads,
                 max_memory=options.max_memory,
                 on_bytes=on_bytes,
+                on_file=lambda path, _: finisher.written(path, is_whole=False),
                 on_run=seen.add if options.checks_source else None,
             )
 
-        # No rank may be missing in a collective.
-        with group.collective(), Files(sizes=options.sizes) as files:
-            write(mine.uncut, files)
-        with Files(sizes=options.sizes) as files:
-            parts = self.headers[group.rank].parts()
-            Gathering(group, self.device_type, index, parts, files, seen).run(mine.cut, write)
-        require_all_written(group, plans, folder, nbytes=done, planned=mine.planned)
+        with finishing(place) as finisher:
+            _create(group, plans, place.unfinished, finisher)
+            # No rank may be missing in a collective.
+            with group.collective(), Files(sizes=options.sizes) as files:
+                write(mine.uncut, files)
+            with Files(sizes=options.sizes) as files:
+                parts = self.headers[group.rank].parts()
+                Gathering(group, self.device_type, index, parts, files, seen).run(mine.cut, write)
+        require_all_written(group, plans, place, nbytes=done, planned=mine.planned)
 
     def _compared(
         self, index: CheckpointIndex, plan: Plan, folder: str, seen: KnownCrcs
@@ -173,7 +177,7 @@ def _exchanged(mine: T) -> list[T]:
     return [one for one in values if one is not None]
 
 
-def _create(group: Group, plans: LazyPlans, folder: str) -> None:
+def _create(group: Group, plans: LazyPlans, folder: str, finisher: Finisher) -> None:
     """Rank 0 makes every file with its length, and all that is known of it already."""
     if group.rank == 0:
         with Files() as files:
@@ -185,6 +189,7 @@ def _create(group: Group, plans: LazyPlans, folder: str) -> None:
                     threads=1,
                     max_memory=MIN_MEMORY,
                     on_bytes=ignore_bytes,
+                    on_file=lambda path, _: finisher.written(path, is_whole=False),
                 )
     group.barrier()
 

@@ -273,13 +273,17 @@ class _Here:
             if not is_address(plan.source.root):
                 order = order._replace(source=None)
             write_share(order, on_bytes=self.listener.on_bytes, seen=seen)
-            return ()
+        else:
+            self._write_shares(plan, place, seen)
+        place.finish(file.path for file in plan.files.files)
+        return ()
+
+    def _write_shares(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
         memory = max(MIN_MEMORY, self.options.max_memory // self.workers)
         options = replace(self.options, max_memory=memory)
         shares = [Share(index, self.workers) for index in range(self.workers)]
         orders = [_share_order(options, plan, place, share) for share in shares]
         write_with_workers(orders, on_bytes=self.listener.on_bytes, seen=seen)
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +317,7 @@ class _Sharing:
             order = _share_order(options, replace(plan, files=left), place, share)
             on_bytes = stopping(group, self.listener.on_bytes)
             nbytes = write_share(order, on_bytes=on_bytes, seen=seen)
-        require_all_written(group, left, place.folder, nbytes=nbytes)
+        require_all_written(group, left, place, nbytes=nbytes)
         if options.checks_source:
             for part in group.gather(seen.packed()):
                 seen.add_packed(part)

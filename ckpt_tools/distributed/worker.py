@@ -45,7 +45,7 @@ def _end_with(parent: Connection[Said, ShareOrder]) -> None:
 def main(fd: int) -> int:
     """Do one order and send the parent the result; returns the exit code."""
     parent: Connection[Said, ShareOrder] = Connection(fd)
-    # SIGTERM ends the work as Ctrl-C does in the parent: what is finished is noted.
+    # SIGTERM ends the work as Ctrl-C does in the parent: what is finished gets its name.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _work(parent)

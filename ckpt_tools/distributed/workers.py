@@ -7,7 +7,7 @@ uses this library.
 
 A worker sends over its connection: numbers of bytes written, an error as text, and in the end as
 bytes the CRC-32s of what it has read. It gets nothing after its order, and ends when its connection
-does, or on SIGTERM, when it first notes which files it has finished. concurrent.futures' pool is
+does, or on SIGTERM, when it first names the files that it has finished. concurrent.futures' pool is
 not used: it hangs when a worker is killed as it sends its result.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.convert.locating import located_tasks
 from ckpt_tools.convert.write import WriteOptions
-from ckpt_tools.copying.resume import OutputPlace, logged
+from ckpt_tools.copying.resume import OutputPlace, finishing, writing
 from ckpt_tools.copying.tasks import Share, Task
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.known_crcs import KnownCrcs
@@ -61,7 +61,7 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
 
     Raises what that raises, and what keeps a chunk that it reads from being used.
 
-    ``on_bytes`` is called with 0 first, as soon as this process holds the lock of its share.
+    ``on_bytes`` is called with 0 first, as soon as no other run may begin.
     ``seen`` gets the CRC-32s of what is read, where the options want that.
     """
     from ckpt_tools.copying import (
@@ -69,7 +69,11 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
     )
 
     options = order.options
-    with Files(sizes=options.sizes) as files, logged(order.place, order.share.index) as log:
+    with (
+        Files(sizes=options.sizes) as files,
+        writing(order.place),
+        finishing(order.place) as finisher,
+    ):
 
         def locate(tasks: list[Task]) -> list[Task]:
             return tasks if order.source is None else located_tasks(tasks, order.source, files)
@@ -77,13 +81,13 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
         on_bytes(0)
         return copy.write_files(
             order.plans,
-            root=order.place.folder,
+            root=order.place.unfinished,
             files=files,
             threads=options.threads,
             max_memory=options.max_memory,
             on_bytes=on_bytes,
             share=replace(order.share, locate=locate),
-            on_file=log.written,
+            on_file=finisher.written,
             on_run=seen.add if options.checks_source else None,
         )
 
@@ -127,7 +131,7 @@ def write_with_workers(
 
 
 def _ask_to_end(processes: Collection[subprocess.Popen[bytes]]) -> None:
-    """Have workers end, and give them time to note which files they have finished."""
+    """Have workers end, and give them time to name the files that they have finished."""
     from subprocess import TimeoutExpired
 
     for process in processes:

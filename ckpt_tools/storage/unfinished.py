@@ -1,6 +1,6 @@
 """Outputs of this program that are not finished: folders ``OUT.partial`` with a manifest.
 
-Files in them have their full length from the beginning, and zeros where nothing is written yet: a
+Files in them are not all there, or have their full length and zeros where nothing is written yet: a
 reader that looks at lengths and headers would take them for whole.
 """
 

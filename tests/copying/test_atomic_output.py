@@ -259,7 +259,7 @@ def test_finished_files_are_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(tmp_path, FULL, after=SOME)
-    finished = resume.finished_files(atomic_output.place_of(str(tmp_path / "out")), plans_of())
+    finished = atomic_output.place_of(str(tmp_path / "out")).finished(plans_of())
     written: set[str] = set()
     real = os.pwrite
 
@@ -282,59 +282,37 @@ def test_a_single_file_begins_again(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> None:
-    place = resume.OutputPlace(str(tmp_path))
-    (tmp_path / "new").mkdir()
-    for name in ("file", "half"):
-        (tmp_path / "new" / name).write_bytes(b"data")
-    plans = LazyPlans.of([FilePlan(name, 4, (), ()) for name in ("file", "half")])
-    for index, (first, end) in enumerate([(0, 2), (3, 5), (1, 3)]):
-        assert not resume.finished_files(place, plans)
-        with resume.logged(place, index) as log:
-            log.written(resume.TaskRange("file", first, end, 5))
-    assert resume.finished_files(place, plans) == {"file"}
-    assert resume.keep_finished(place, plans) == {"file"}
-    assert resume.finished_files(place, plans) == {"file"}
-    assert len(place.logs()) == 1
-    assert os.listdir(tmp_path / "new") == ["file"]  # where zeros are to be, none are written
-
-
-def test_a_log_has_the_room_for_its_lines_from_the_beginning(tmp_path: Path) -> None:
-    place = resume.OutputPlace(str(tmp_path))
-    (tmp_path / "new").mkdir()
-    names = [f"shard-{number:04}" for number in range(1000)]
-    with resume.logged(place, 0) as log:
-        room = os.stat(place.log(0)).st_blocks
-        for name in names:
-            (tmp_path / "new" / name).touch()
-            log.written(resume.TaskRange(name, 0, 1, 1))
-        assert os.stat(place.log(0)).st_blocks == room
-    assert resume.noted_files(place) == set(names)
-
-
-def test_a_file_is_synced_before_it_is_noted(
+def test_a_file_gets_its_name_when_all_of_it_is_written_and_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = resume.OutputPlace(str(tmp_path))
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "file").write_bytes(b"data")
-    plans = LazyPlans.of([FilePlan("file", 4, (), ())])
+    plans = LazyPlans.of([FilePlan(name, 4, (), ()) for name in ("a/whole", "a/part")])
+    (tmp_path / "unfinished" / "a").mkdir(parents=True)
+    for file in plans.files:
+        (tmp_path / "unfinished" / file.path).write_bytes(b"data")
     synced: list[str] = []
 
     def fsync(fd: int) -> None:
-        assert not resume.finished_files(place, plans)
-        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        assert not place.has_finished
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), place.unfinished))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with resume.logged(place, 0) as log:
-        log.written(resume.TaskRange("file", 0, 1, 1))
-    assert synced == [str(tmp_path / "new" / "file"), str(tmp_path / "new")]
-    assert resume.finished_files(place, plans) == {"file"}
+    with resume.finishing(place) as finisher:
+        finisher.written("a/whole", is_whole=True)
+        assert place.finished(plans) == {"a/whole"}
+        monkeypatch.setattr(place.__class__, "has_finished", False)
+        finisher.written("a/part", is_whole=False)
+    assert synced == ["a/whole", "a/part"]
+    assert place.finished(plans) == {"a/whole"}
+    place.finish(["a/whole", "a/part"])
+    assert place.finished(plans) == {"a/whole", "a/part"}
+    with pytest.raises(FileNotFoundError):
+        place.finish(["a/lost"])
 
 
 def test_what_the_disk_did_not_take_is_written_again(tmp_path: Path) -> None:
     def fsync(fd: int) -> None:
-        if "new" in os.readlink(f"/proc/self/fd/{fd}"):
+        if "unfinished" in os.readlink(f"/proc/self/fd/{fd}"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -350,14 +328,14 @@ def plans_of() -> tuple[FilePlan, ...]:
 
 def stop_before_the_end(out: Path, source: str = FSDP2) -> str:
     """What Ctrl-C says when all files are finished, but for the end."""
-    real = resume.FileLog.close
+    real = resume.Finisher.close
 
-    def interrupted(log: resume.FileLog) -> None:
-        real(log)
+    def interrupted(finisher: resume.Finisher) -> None:
+        real(finisher)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume.FileLog, "close", interrupted)
+        patch.setattr(resume.Finisher, "close", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
             export(out, source=source)
     return str(caught.value)
@@ -476,14 +454,11 @@ def test_what_is_written_already_counts_for_the_free_space(
 
 def test_a_torn_line_says_nothing(tmp_path: Path) -> None:
     stop_before_the_end(tmp_path / "out")
-    place, plans = atomic_output.place_of(str(tmp_path / "out")), plans_of()
-    path = Path(place.log(0))
-    whole, finished = path.read_bytes(), resume.finished_files(place, plans)
-    assert len(finished) == len(plans)
-    path.write_bytes(whole[:-3])
-    assert len(resume.finished_files(place, plans)) == len(finished) - 1
-    path.write_bytes(whole + b"\0" * 40)
-    assert resume.finished_files(place, plans) == finished
+    manifest = tmp_path / "out.partial" / ".manifest"
+    manifest.write_bytes(manifest.read_bytes() + b"00000000 complete\n")
+    with resume.held(str(tmp_path / "out.partial")) as held:
+        assert held.origin is not None
+        assert not held.has("complete")
 
 
 def test_a_file_that_was_cut_meanwhile_is_written_again(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def killed(command: list[str], out: Path, *, after: float) -> None:
 
 def wait_for(out: Path, process: subprocess.Popen[bytes]) -> None:
     """Wait until it writes, or is at its end."""
-    while not Path(f"{out}.partial", ".finished.0").exists() and process.poll() is None:
+    while not Path(f"{out}.partial", "unfinished").exists() and process.poll() is None:
         time.sleep(0.001)
 
 

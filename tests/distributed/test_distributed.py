@@ -482,17 +482,21 @@ def test_what_was_written_is_counted_before_the_output_appears(
     tmp_path: Path, harm: str, words: str
 ) -> None:
     plans = LazyPlans.of([FilePlan(name, 4, ((0, b"data"),), ()) for name in "ab"])
-    (tmp_path / "a").write_bytes(b"data")
+    place = OutputPlace(str(tmp_path))
+    for folder in (tmp_path / "new", tmp_path / "unfinished"):
+        folder.mkdir()
+    (tmp_path / "new" / "a").write_bytes(b"data")
     if harm != "missing":
-        (tmp_path / "b").write_bytes(b"dat" if harm == "short" else b"data")
+        (tmp_path / "unfinished" / "b").write_bytes(b"dat" if harm == "short" else b"data")
 
     def work(group: Group) -> None:
         mine = 4 if group.rank or harm != "unwritten" else 3
-        agreement.require_all_written(group, plans, str(tmp_path), nbytes=mine)
+        agreement.require_all_written(group, plans, place, nbytes=mine)
 
     for error in run_ranks(2, work):
         assert isinstance(error, WriteError)
         assert words in error.message
+    assert not place.finished(plans) & {"b"}
 
 
 def test_what_dcp_saved_is_counted_by_its_own_metadata(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import time
 
 from ckpt_tools.cli import main
 from ckpt_tools.copying.atomic_output import place_of
-from ckpt_tools.copying.resume import noted_files
 from ckpt_tools.copying.task_writer import TaskWriter
 from ckpt_tools.errors import WriteError
 
@@ -18,7 +17,7 @@ OUT = place_of(sys.argv[sys.argv.index("-o") + 1])
 
 def breaking(*_task: object) -> None:
     end = time.monotonic() + 60
-    while not noted_files(OUT) and time.monotonic() < end:
+    while not OUT.has_finished and time.monotonic() < end:
         time.sleep(0.05)
     raise WriteError("This rank was to fail.")
 

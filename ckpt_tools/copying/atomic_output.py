@@ -325,10 +325,9 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
         )
     if is_written:
         return Started(spec.place, LazyPlans(), ("An earlier run had already written everything.",))
-    finished = spec.place.finished(spec.plans)
+    finished = spec.place.keep_finished(spec.plans)
     if not finished:
         return None
-    remove(spec.place.unfinished)  # what is not written in a file must be zero
     note = f"Resuming: {_progress(finished, spec)} were already finished."
     return Started(spec.place, spec.plans.without(finished), (note,))
 

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -57,46 +57,61 @@ class OutputPlace:
         """A file that each process that writes holds a shared lock of."""
         return os.path.join(self.partial, _WRITERS)
 
-    def allocated(self) -> Counter[str]:
-        """Bytes on the disk of each file that is there, finished or not."""
-        states = [*_listed(self.folder), *_listed(self.unfinished)]
-        return Counter({path: state.st_blocks * 512 for path, state in states})
-
     @property
     def has_finished(self) -> bool:
         """Whether any file is finished, of whatever plans."""
         return next(_listed(self.folder), None) is not None
+
+    def allocated(self) -> Counter[str]:
+        """Bytes on the disk of each file that is there, finished or not."""
+        states = [*_listed(self.folder), *_listed(self.unfinished)]
+        return Counter({path: state.st_blocks * 512 for path, state in states})
 
     def finished(self, plans: LazyPlans) -> set[str]:
         """The files of these plans that are finished, and still have their planned length."""
         lengths = {path: state.st_size for path, state in _listed(self.folder)}
         return {file.path for file in plans.files if lengths.get(file.path) == file.length}
 
-    def finish(self, paths: Iterable[str]) -> None:
-        """Give files their final names, if they have not got them yet: all of each is written and
-        synced. Raises OSError.
+    def keep_finished(self, plans: LazyPlans) -> set[str]:
+        """Remove all but the finished files, and give these: what is not written in a file must be
+        zero. Only for the process that holds the manifest. Raises OSError.
         """
-        folders = set[str]()
-        for path in paths:
-            name = os.path.join(self.folder, path)
-            if (folder := os.path.dirname(name)) not in folders:
-                os.makedirs(folder, exist_ok=True)
-                folders.add(folder)
-            try:
-                os.rename(os.path.join(self.unfinished, path), name)
-            except FileNotFoundError:
-                if not os.path.exists(name):
-                    raise
+        finished = self.finished(plans)
+        for path, _ in _listed(self.folder):
+            if path not in finished:
+                remove(os.path.join(self.folder, path))
+        remove(self.unfinished)
+        return finished
+
+    def finish(self, path: str) -> None:
+        """Give a file its final name, all of which is written and synced. Raises OSError."""
+        made, name = os.path.join(self.unfinished, path), os.path.join(self.folder, path)
+        try:
+            os.rename(made, name)
+        except FileNotFoundError:
+            if os.path.exists(made):  # the folder is not there yet
+                os.makedirs(os.path.dirname(name), exist_ok=True)
+                os.rename(made, name)
+            elif not os.path.exists(name):
+                raise
+
+    def finish_all(self, plans: LazyPlans) -> None:
+        """Do the same with all files of these plans that have not got theirs yet."""
+        named = dict(_listed(self.folder))
+        for file in plans.files:
+            if file.path not in named:
+                self.finish(file.path)
 
 
 def _listed(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The files in a folder, and their states. They are listed, not looked up by their names: a
-    file system over the network remembers which names it did not find.
+    """The files in a folder, by their paths in it, and their states. They are listed, not looked up
+    by names: a file system over the network remembers which names it did not find.
     """
     for parent, _, names in os.walk(folder):
-        for path in (os.path.join(parent, name) for name in names):
+        inside = "" if parent == folder else f"{parent[len(folder) + 1 :]}/"
+        for name in names:
             with suppress(FileNotFoundError):
-                yield os.path.relpath(path, folder), os.stat(path)
+                yield f"{inside}{name}", os.stat(os.path.join(parent, name))
 
 
 @contextmanager
@@ -159,7 +174,9 @@ class Finisher:
         try:
             for path in sorted(written):
                 _sync(os.path.join(self._place.unfinished, path))
-            self._place.finish(path for path, is_whole in written.items() if is_whole)
+            for path, is_whole in written.items():
+                if is_whole:
+                    self._place.finish(path)
         except OSError as error:
             raise unwritable(self._place.folder, error) from error
 

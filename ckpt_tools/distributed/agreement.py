@@ -156,7 +156,7 @@ def require_all_written(
                 hint="OUT was not created. Do all ranks see the same file system?",
             )
         else:
-            place.finish(plan.path for plan in plans.files)
+            place.finish_all(plans)
     group.barrier(error)
 
 

@@ -105,7 +105,8 @@ class _LoadAndSave:
         with group.collective():
             if group.rank == 0:
                 _require_saved(plan, place.unfinished)
-                place.finish(os.listdir(place.unfinished))
+                for name in os.listdir(place.unfinished):
+                    place.finish(name)
 
 
 def _refuse(index: CheckpointIndex, options: ReshardOptions, *, world_size: int) -> None:

@@ -275,7 +275,7 @@ class _Here:
             write_share(order, on_bytes=self.listener.on_bytes, seen=seen)
         else:
             self._write_shares(plan, place, seen)
-        place.finish(file.path for file in plan.files.files)
+        place.finish_all(plan.files)
         return ()
 
     def _write_shares(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:

@@ -304,10 +304,10 @@ def test_a_file_gets_its_name_when_all_of_it_is_written_and_synced(
         finisher.written("a/part", is_whole=False)
     assert synced == ["a/whole", "a/part"]
     assert place.finished(plans) == {"a/whole"}
-    place.finish(["a/whole", "a/part"])
+    place.finish_all(plans)
     assert place.finished(plans) == {"a/whole", "a/part"}
     with pytest.raises(FileNotFoundError):
-        place.finish(["a/lost"])
+        place.finish("a/lost")
 
 
 def test_what_the_disk_did_not_take_is_written_again(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.infer_mesh import FoundMesh
 from ckpt_tools.copying.origin import reading
 from ckpt_tools.copying.read import stream_box
+from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.indexing import indexed_box, require_inside
-from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import on_mesh
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import CkptError, UnsupportedError, in_python

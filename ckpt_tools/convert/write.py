@@ -20,9 +20,9 @@ from ckpt_tools.copying.parallel import memory_text
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.standing import Standing
 from ckpt_tools.copying.tasks import check_memory
+from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex, FileEntry
-from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.plan import LazyPlans

@@ -21,8 +21,8 @@ from ckpt_tools.convert.write import Locate, WriteOptions
 from ckpt_tools.copying.resume import Finisher, OutputPlace, finishing, writing
 from ckpt_tools.copying.tasks import MIN_MEMORY
 from ckpt_tools.copying.write import write_files
+from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
 from ckpt_tools.core.progress import Listener, ignore_bytes

@@ -11,7 +11,7 @@ import sys
 from multiprocessing.connection import Connection
 from threading import Thread
 
-from ckpt_tools.core.known_crcs import KnownCrcs
+from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.distributed import messages
 from ckpt_tools.distributed.workers import Said, ShareOrder, write_share
 from ckpt_tools.errors import CkptError

@@ -24,8 +24,8 @@ from ckpt_tools.convert.locating import located_tasks
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.resume import OutputPlace, finishing, writing
 from ckpt_tools.copying.tasks import Share, Task
+from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError

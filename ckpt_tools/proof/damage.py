@@ -15,16 +15,15 @@ from threading import Lock, local
 from typing import NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.core.crc import combine, crc32
+from ckpt_tools.copying.parallel import in_threads
+from ckpt_tools.core.crc import KnownCrcs, combine, crc32
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk
-from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.text import format_size, some
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart
 from ckpt_tools.proof.damage_map import IntervalMap
-from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
 

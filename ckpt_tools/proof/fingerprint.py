@@ -28,6 +28,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ckpt_tools.copying.origin import reads_one_save
+from ckpt_tools.copying.parallel import in_threads
 from ckpt_tools.copying.read import fetching, stream_box
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
@@ -43,7 +44,6 @@ from ckpt_tools.core.records import Json, Shown, as_json
 from ckpt_tools.errors import UnreadableError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, clean_name, tensors_inside
 from ckpt_tools.proof.pairs import whole_and_located
-from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import open_file
 from ckpt_tools.storage.reader import Files
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.parallel import in_threads
 from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.progress import Tally
 from ckpt_tools.core.records import Json, as_json
-from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 

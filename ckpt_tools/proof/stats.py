@@ -16,6 +16,7 @@ import numpy as np  # noqa: TID253 - imported late, and only to read values
 from ckpt_tools import formats
 from ckpt_tools.copying.cast import numbers
 from ckpt_tools.copying.origin import reads_one_save
+from ckpt_tools.copying.parallel import in_threads
 from ckpt_tools.copying.read import fetching, read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
@@ -25,7 +26,6 @@ from ckpt_tools.core.text import counted, first_of
 from ckpt_tools.proof.anomalies import Anomaly, anomalies_of, zero_row_anomalies
 from ckpt_tools.proof.pairs import whole_and_located
 from ckpt_tools.proof.scan import Scan, scan
-from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 
 

@@ -15,8 +15,8 @@ from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.parallel import Background
 from ckpt_tools.core.coverage import uncovered
+from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
-from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, Shown, as_json
 from ckpt_tools.core.text import counted, first_of, rank_spans

@@ -26,8 +26,8 @@ from ckpt_tools.convert.export import Export, ExportOptions
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import write as copy
+from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.index import ByteRange
-from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes

@@ -9,9 +9,8 @@ from click.testing import Result
 from damages import ZIPS, Victim
 
 import ckpt_tools
-from ckpt_tools.core.crc import crc32
+from ckpt_tools.core.crc import KnownCrcs, crc32
 from ckpt_tools.core.index import ByteRange
-from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.errors import UnreadableError
 
 COMMANDS = {

@@ -31,10 +31,10 @@ from ckpt_tools.convert.write import Read, WriteOptions
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import Share, cut
 from ckpt_tools.copying.write import write_files
+from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, Section, TensorEntry
-from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from size_records import DEFAULT
 
 from ckpt_tools import formats
+from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
-from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.zip.checksums import Archives
 from ckpt_tools.formats.zip.read import Archive

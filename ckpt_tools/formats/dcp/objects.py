@@ -27,7 +27,7 @@ from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of,
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, StoredTensor
 from ckpt_tools.formats.protocol import Index, lengths_of
-from ckpt_tools.formats.torch_file.locate import resolved
+from ckpt_tools.formats.torch_file.locate import resolved, strides_of
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
 
@@ -192,7 +192,7 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     one rank's shards of tensors.
     """
     from ckpt_tools.formats.pickle.state_dict import flatten_at  # late: few directories have such
-    from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
+    from ckpt_tools.formats.torch_file.open import byte_range_of
 
     item = unpacked(files, entry.data, str(entry.codec))
     path, where = item.path, f"{entry.data.path}, item of {entry.fqn}"

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, NotReadError
 from ckpt_tools.formats.protocol import lengths_of
 from ckpt_tools.storage.reader import Files, Unpack
+
+if TYPE_CHECKING:
+    from ckpt_tools.formats.pickle.torch_stubs import StoredTensor
 
 # Codecs of chunks whose stored elements have other signs than the tensor.
 SIGNS = frozenset({"negated", "conjugated"})
@@ -98,6 +103,18 @@ def _with_replicas(
         if other is None or (other.strides, other.codec, other.data.length) == layout
     ]
     return first._replace(replicas=tuple(replicas))
+
+
+def strides_of(stored: StoredTensor) -> tuple[int, ...] | None:
+    """The strides of a tensor, or None when its elements are packed row-major."""
+    if 0 in stored.shape:
+        return None
+    packed = row_major_strides(stored.shape)
+    same = all(
+        size == 1 or stride == step
+        for size, stride, step in zip(stored.shape, stored.strides, packed, strict=True)
+    )
+    return None if same else stored.strides
 
 
 def resolved(chunk: Chunk, dtype: DType, files: Files) -> Chunk:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpt_tools.core.dtypes import dtype_named
-from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.foreign import HEAD, sniff
@@ -104,15 +103,3 @@ def byte_range_of(stored: StoredTensor, record: Record, path: str) -> ByteRange:
     if 0 in stored.shape:
         return ByteRange(path, record.offset, 0)
     return ByteRange(path, record.offset + start, end - start)
-
-
-def strides_of(stored: StoredTensor) -> tuple[int, ...] | None:
-    """The strides of a tensor, or None when its elements are packed row-major."""
-    if 0 in stored.shape:
-        return None
-    packed = row_major_strides(stored.shape)
-    same = all(
-        size == 1 or stride == step
-        for size, stride, step in zip(stored.shape, stored.strides, packed, strict=True)
-    )
-    return None if same else stored.strides

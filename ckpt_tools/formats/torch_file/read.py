@@ -33,12 +33,8 @@ from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf, flatten
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredPieces, StoredTensor
 from ckpt_tools.formats.torch_file import dtensor_read as dtensors
-from ckpt_tools.formats.torch_file.open import (
-    SavedFile,
-    byte_range_of,
-    open_saved,
-    strides_of,
-)
+from ckpt_tools.formats.torch_file.locate import strides_of
+from ckpt_tools.formats.torch_file.open import SavedFile, byte_range_of, open_saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 

@@ -38,6 +38,9 @@ class Slab(NamedTuple):
     box: Box
 
 
+Content = InlineBytes | Slab
+
+
 class Task(NamedTuple):
     """The literals and pieces of a contiguous range of one file.
 
@@ -57,12 +60,15 @@ class Task(NamedTuple):
     @property
     def is_part(self) -> bool:
         """Whether the task is one of several that write one large item."""
-        return bool(self.pieces) and self.pieces[0].box != self.pieces[0].item.box
+        return _part_of_item(self.pieces) is not None
 
     @property
     def span(self) -> tuple[int, int]:
         """The first byte of the file that the task writes, and the byte after the last."""
-        return _span(self.literals, self.pieces)
+        literals, pieces = self.literals, self.pieces  # each in the order of the file
+        ends: list[Content] = [*literals[:1], *literals[-1:], *pieces[:1], *pieces[-1:]]
+        first = min((one.offset for one in ends), default=0)
+        return first, max((one.offset + nbytes_of(one) for one in ends), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,28 +89,9 @@ class Share:
 ALL = Share(0, 1)
 
 
-class _Range(NamedTuple):
-    """What goes into one task, before holes are cut into its literals."""
-
-    literals: list[InlineBytes]
-    pieces: list[Slab]
-    checked: WriteItem | None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(nbytes_of, self.literals)) + sum(map(nbytes_of, self.pieces))
-
-
-def _span(literals: Sequence[InlineBytes], pieces: Sequence[Slab]) -> tuple[int, int]:
-    """The first byte, and the byte after the last, of contents that are each in order."""
-    ends: list[InlineBytes | Slab] = [*literals[:1], *literals[-1:], *pieces[:1], *pieces[-1:]]
-    first = min((content.offset for content in ends), default=0)
-    return first, max((content.offset + nbytes_of(content) for content in ends), default=0)
-
-
-def contents_of(task: Task) -> list[InlineBytes | Slab]:
+def contents_of(task: Task) -> list[Content]:
     """The literals and pieces of a task, in the order of the file."""
-    contents: list[InlineBytes | Slab] = [*task.literals, *task.pieces]
+    contents: list[Content] = [*task.literals, *task.pieces]
     contents.sort(key=_place)
     return contents
 
@@ -119,19 +106,28 @@ def cut(plan: FilePlan, task_bytes: int) -> Iterator[Task]:
     Raises WriteError when the plan writes a byte twice or beyond the end of the file.
     """
     ranges = list(_ranges(_contents(plan), task_bytes))
-    slots = sorted(slot for part in ranges for slot in _foreign_slots(part))
-    for number, part in enumerate(ranges):
-        literals = part.literals
+    slots = sorted(slot for contents in ranges for slot in _foreign_slots(contents))
+    for number, contents in enumerate(ranges):
+        literals = [one for one in contents if isinstance(one, InlineBytes)]
         if slots:
             literals = [left for literal in literals for left in without_slots(literal, slots)]
-        checked = part.checked if part.checked is not None and part.checked.crc_at else None
-        pieces = tuple(part.pieces)
-        yield Task(plan, number, part.nbytes, tuple(literals), pieces, checked, len(ranges))
+        pieces = tuple(one for one in contents if isinstance(one, Slab))
+        item = _part_of_item(pieces)
+        checked = item if item is not None and item.crc_at else None
+        nbytes = sum(map(nbytes_of, contents))
+        yield Task(plan, number, nbytes, tuple(literals), pieces, checked, len(ranges))
 
 
-def _contents(plan: FilePlan) -> list[InlineBytes | Slab]:
+def _part_of_item(pieces: Sequence[Slab]) -> WriteItem | None:
+    """The item of which these pieces are one part; None when they are whole items."""
+    if not pieces or pieces[0].box == pieces[0].item.box:
+        return None
+    return pieces[0].item
+
+
+def _contents(plan: FilePlan) -> list[Content]:
     """Everything that the plan writes, in order, checked not to overlap."""
-    contents: list[InlineBytes | Slab] = [InlineBytes(*literal) for literal in plan.literals]
+    contents: list[Content] = [InlineBytes(*literal) for literal in plan.literals]
     contents += [
         Slab(item.offset, item.box.numel * item.target.itemsize, item, item.box)
         for item in plan.items
@@ -147,56 +143,51 @@ def _contents(plan: FilePlan) -> list[InlineBytes | Slab]:
     return contents
 
 
-def _place(content: InlineBytes | Slab) -> tuple[int, int]:
+def _place(content: Content) -> tuple[int, int]:
     return content.offset, nbytes_of(content)
 
 
-def nbytes_of(content: InlineBytes | Slab) -> int:
+def nbytes_of(content: Content) -> int:
     """Bytes that a content takes in the file."""
     return content.nbytes if isinstance(content, Slab) else len(content.data)
 
 
-def _ranges(contents: Iterable[InlineBytes | Slab], most: int) -> Iterator[_Range]:
+def _ranges(contents: Iterable[Content], most: int) -> Iterator[list[Content]]:
     """Group contents into ranges of about ``most`` bytes; what is larger is cut or stands alone."""
-    group = _Range([], [], None)
+    group: list[Content] = []
     size = 0
     for content in contents:
         nbytes = nbytes_of(content)
-        if size and size + nbytes > most:
+        is_cut = isinstance(content, Slab) and nbytes > most
+        if group and (is_cut or (size and size + nbytes > most)):
             yield group
-            group, size = _Range([], [], None), 0
-        if isinstance(content, InlineBytes):
-            group.literals.append(content)
-        elif nbytes > most:
-            if size:
-                yield group
-            yield from _split(content, most)
-            group, size = _Range([], [], None), 0
-            continue
+            group, size = [], 0
+        if isinstance(content, Slab) and is_cut:
+            for slab in _split(content, most):
+                yield [slab]
         else:
-            group.pieces.append(content)
-        size += nbytes
-    if group.literals or group.pieces:
+            group.append(content)
+            size += nbytes
+    if group:
         yield group
 
 
-def _split(piece: Slab, most: int) -> Iterator[_Range]:
+def _split(piece: Slab, most: int) -> Iterator[Slab]:
     itemsize = piece.item.target.itemsize
     offset = piece.offset
     for box in slabs(piece.box, max_numel=most // itemsize):
         nbytes = box.numel * itemsize
-        yield _Range([], [Slab(offset, nbytes, piece.item, box)], piece.item)
+        yield Slab(offset, nbytes, piece.item, box)
         offset += nbytes
 
 
-def _foreign_slots(part: _Range) -> Iterator[int]:
+def _foreign_slots(contents: Sequence[Content]) -> Iterator[int]:
     """The CRC slots of a range's items that another range's literals may cover."""
-    slots = [slot for piece in part.pieces for slot in piece.item.crc_at]
-    if not slots:
-        return
-    start, end = _span(part.literals, part.pieces)
-    for slot in slots:
-        if part.checked is not None or slot < start or slot + SLOT_BYTES > end:
+    pieces = [one for one in contents if isinstance(one, Slab)]
+    is_part = _part_of_item(pieces) is not None
+    start, end = contents[0].offset, contents[-1].offset + nbytes_of(contents[-1])
+    for slot in (slot for piece in pieces for slot in piece.item.crc_at):
+        if is_part or slot < start or slot + SLOT_BYTES > end:
             yield slot
 
 

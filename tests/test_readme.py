@@ -1,5 +1,6 @@
 """The examples of README and docs run as they are written, and print what is shown."""
 
+import doctest
 import os
 import re
 import shlex
@@ -127,6 +128,14 @@ def test_every_command_is_in_readme_or_docs() -> None:
 def test_every_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_the_way_of_a_byte_range_is_as_the_page_says() -> None:
+    page = ROOT / "docs" / "adding-a-format.md"
+    text = "".join(re.findall(r"^```pycon\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    test = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
+    assert doctest.DocTestRunner().run(test) == (0, len(test.examples))
+    assert len(test.examples) > 10
 
 
 def test_each_place_that_is_named_for_a_change_is_there() -> None:

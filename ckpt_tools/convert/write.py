@@ -257,13 +257,13 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
         replaceable=formats.checkpoint_files(),
         on_note=listener.on_note,
     )
-    with atomic_output.open_output(spec) as started:
-        left, seen = replace(plan, files=started.plans), KnownCrcs()
-        notes = executor.run(index, left, started.place, seen)
+    with atomic_output.open_output(spec) as (plans, resumed):
+        left, seen = replace(plan, files=plans), KnownCrcs()
+        notes = executor.run(index, left, spec.place, seen)
         listener.on_written()
         if not executor.compares:
-            notes = _compared(conversion, plan, started.place.folder, seen, listener)
-    return replace(plan, notes=(*plan.notes, *started.notes, *notes))
+            notes = _compared(conversion, plan, spec.place.folder, seen, listener)
+    return replace(plan, notes=(*plan.notes, *resumed, *notes))
 
 
 def _compared(

@@ -88,16 +88,8 @@ class OutputSpec:
         return (*self.replaceable, PROOF_FILE)
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """An output that is being made in ``place``, and the ``plans`` of the files that are left.
-
-    ``notes`` say what an earlier run has done.
-    """
-
-    place: OutputPlace
-    plans: LazyPlans
-    notes: tuple[str, ...] = ()
+# The plans of the files that are left to write, and notes on what an earlier run has done.
+Left = tuple[LazyPlans, tuple[str, ...]]
 
 
 def place_of(out: str) -> OutputPlace:
@@ -233,8 +225,9 @@ def free_space(out: str) -> int:
 
 
 @contextmanager
-def open_output(spec: OutputSpec) -> Iterator[Started]:
-    """A place to write into, whose files become ``spec.out`` when the block ends without an error.
+def open_output(spec: OutputSpec) -> Iterator[Left]:
+    """What is left to write in ``spec.place``, whose files become ``spec.out`` when the block ends
+    without an error.
 
     Raises WriteError for what the system does not allow, and UsageError when another process writes
     there, when ``spec.resume`` cannot go on, or when something is in the way. After a failure the
@@ -246,11 +239,11 @@ def open_output(spec: OutputSpec) -> Iterator[Started]:
         with _undone_if_unstarted(manifest, spec):
             if os.path.lexists(spec.out) and spec.before is None and not _is_placed(manifest):
                 raise standing.appeared(spec.out)
-            started = _start(manifest, spec)
+            left = _start(manifest, spec)
         with _kept_on_failure(manifest, spec):
-            _check_space(spec.out, started.plans)
+            _check_space(spec.out, left[0])
             with writing_from(spec.source):
-                yield started
+                yield left
             _publish(manifest, spec)
 
 
@@ -290,7 +283,7 @@ def _kept_on_failure(manifest: Manifest, spec: OutputSpec) -> Iterator[None]:
         raise
 
 
-def _start(manifest: Manifest, spec: OutputSpec) -> Started:
+def _start(manifest: Manifest, spec: OutputSpec) -> Left:
     """Resume an earlier run, or start again."""
     notes: tuple[str, ...] = ()
     if spec.resume:
@@ -304,10 +297,10 @@ def _start(manifest: Manifest, spec: OutputSpec) -> Started:
         )
     _say_discarded(manifest, spec)
     manifest.begin(spec.origin, single_file=spec.single_file)
-    return Started(spec.place, spec.plans, notes)
+    return spec.plans, notes
 
 
-def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
+def _resumed(manifest: Manifest, spec: OutputSpec) -> Left | None:
     """What is left to do after an earlier run; None when that has finished nothing."""
     if manifest.origin is None:
         return None
@@ -324,12 +317,12 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
             hint="Without --resume it is removed, and the output is written again.",
         )
     if is_written:
-        return Started(spec.place, LazyPlans(), ("An earlier run had already written everything.",))
+        return LazyPlans(), ("An earlier run had already written everything.",)
     finished = spec.place.keep_finished(spec.plans)
     if not finished:
         return None
     note = f"Resuming: {_progress(finished, spec)} were already finished."
-    return Started(spec.place, spec.plans.without(finished), (note,))
+    return spec.plans.without(finished), (note,)
 
 
 def _say_discarded(manifest: Manifest, spec: OutputSpec) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import (
     NO_TREE,
+    CheckpointIndex,
     ObjectEntry,
     Path,
     Section,
@@ -69,18 +69,10 @@ class Gathered:
             self.clashes.append(clash)
 
 
-class RankEntries(NamedTuple):
-    """Entries sorted by name, and what is to be said of them."""
-
-    tensors: tuple[TensorEntry, ...]
-    objects: tuple[ObjectEntry, ...]
-    problems: tuple[CheckpointError, ...]
-    notes: tuple[str, ...]
-    tree: Branch[str]
-
-
-def entries_of(gathered: Gathered, files: Files) -> RankEntries:
-    """The entries of all ranks' files; ``files`` is read only to compare small replicas."""
+def entries_of(root: str, gathered: Gathered, files: Files) -> CheckpointIndex:
+    """The entries of all ranks' files, sorted by name, and what is to be said of them; ``files`` is
+    read only to compare small replicas.
+    """
     whole = {path for path, held in gathered.objects.items() if not held[0].is_tensor}
     sections = names.sections_of(list(gathered.tensors | gathered.objects), objects=whole)
     comparison = ReplicaComparison(files)
@@ -101,14 +93,14 @@ def entries_of(gathered: Gathered, files: Files) -> RankEntries:
         complaint = joined.complaint or _unread_elsewhere(first, gathered.objects.get(path))
         if complaint is not None:
             replicas.complaints[entry.fqn] = complaint
-        unequal = joined.unequal
-        if unequal is not None and first.is_plain:
-            held = ((part.rank, _as_held(entry, part)) for part in parts)
-            how = f"not the same on ranks {unequal.rank} and {unequal.other}"
-            replicas.add_unequal(entry, held, rank=unequal.other, how=how)
-            continue
-        if unequal is not None:
-            torn[entry.fqn] = f"{unequal.box} (ranks {unequal.rank} and {unequal.other})"
+        if joined.unequal is not None:
+            box, lowest, other = joined.unequal
+            if first.is_plain:
+                held = ((part.rank, _as_held(entry, part)) for part in parts)
+                how = f"not the same on ranks {lowest} and {other}"
+                replicas.add_unequal(entry, held, rank=other, how=how)
+                continue
+            torn[entry.fqn] = f"{box} (ranks {lowest} and {other})"
         replicas.add(entry, several=len(parts) > 1)
     for path, objects in gathered.objects.items():
         if objects[0].is_tensor and path in gathered.tensors:
@@ -120,9 +112,15 @@ def entries_of(gathered: Gathered, files: Files) -> RankEntries:
         *replicas.problems("plain tensors (no DTensors)", hint=_hint(replicas)),
         *([replicas_differ(torn)] if torn else []),
     ]
-    notes = [*replicas.notes(), *_notes(tensors)]
-    tree = replicas.within(gathered.tree)
-    return RankEntries(tensors, replicas.sorted(ObjectEntry), tuple(problems), tuple(notes), tree)
+    return CheckpointIndex(
+        root,
+        "ranks",
+        tensors,
+        replicas.sorted(ObjectEntry),
+        problems=tuple(problems),
+        notes=(*replicas.notes(), *_notes(tensors)),
+        tree=replicas.within(gathered.tree),
+    )
 
 
 def _hint(replicas: Replicas) -> str:

@@ -132,22 +132,14 @@ class RankTensors:
 class Joined(NamedTuple):
     """The parts of a tensor put together; ``complaint`` says why it must not be used as it is.
 
-    ``unequal`` are the first two ranks that hold other elements of the same box; ``uncompared``
-    says that something was too large to be compared.
+    ``unequal`` are a box and two ranks that hold other elements of it, the lowest and another;
+    ``uncompared`` says that something was too large to be compared.
     """
 
     chunks: tuple[Chunk, ...]
     complaint: str | None
-    unequal: Unequal | None
+    unequal: tuple[Box, int, int] | None
     uncompared: bool
-
-
-class Unequal(NamedTuple):
-    """Two ranks that hold other elements of a box: the lowest that holds it, and another."""
-
-    box: Box
-    rank: int
-    other: int
 
 
 def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> Joined:
@@ -165,7 +157,7 @@ def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> Joined:
         verdicts = [comparison.equal(one, other) for other in others]
         uncompared = uncompared or None in verdicts
         if False in verdicts:
-            unequal = unequal or Unequal(box, one.rank, others[verdicts.index(False)].rank)
+            unequal = unequal or (box, one.rank, others[verdicts.index(False)].rank)
         pairs = zip(others, verdicts, strict=True)
         alike = [other for other, is_equal in pairs if is_equal is not False]
         # Plain tensors that differ may even be of another shape.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
@@ -188,7 +188,7 @@ class IndexBuilder:
         if self.broken and len(self.broken) == sum(len(family.files) for family in families):
             raise self.broken[0][1]
         world = self.ranks.world_size(families)
-        entries = entries_of(self.gathered, self.files)
+        entries = entries_of(root, self.gathered, self.files)
         spared = [f for f in families if checks.are_whole_groups(f, world, entries.tensors)]
         needed = [family for family in families if family not in spared]
         absent = {f: set(range(world)) - {file.rank for file in f.files} for f in needed}
@@ -216,11 +216,8 @@ class IndexBuilder:
         known = {fqn for problem in problems for fqn in problem.about}
         if all(problem.about for problem in problems):
             problems += uncovered(entries.tensors, known=known)
-        return CheckpointIndex(
-            root=root,
-            format="ranks",
-            tensors=entries.tensors,
-            objects=entries.objects,
+        return replace(
+            entries,
             files=(
                 *(FileEntry(path, length) for path, length in self.sizes.items()),
                 *(FileEntry(path, None) for path in missing),
@@ -231,5 +228,4 @@ class IndexBuilder:
             ties=tuple(sorted(self.ties)),
             notes=(*self.notes, *entries.notes, *checks.absent_replicas(spared, world)),
             problems=tuple(problems),
-            tree=entries.tree,
         )

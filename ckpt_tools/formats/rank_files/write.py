@@ -45,7 +45,6 @@ from ckpt_tools.formats.pickle.dump import (
 )
 from ckpt_tools.formats.rank_files import file_names as rank_names
 from ckpt_tools.formats.torch_file.dtensor_write import (
-    MeshPlace,
     RankMesh,
     dtensor_node,
     mesh_ranks,
@@ -228,7 +227,8 @@ class _Shards:
             self._blanks += len(mesh.shape)
             self.meshes[mesh] = rank_mesh(
                 mesh,
-                MeshPlace(Blank(0), tuple(map(Blank, range(first, self._blanks)))),
+                rank=Blank(0),
+                coordinate=tuple(map(Blank, range(first, self._blanks))),
                 device_type=self._device_type,
                 key=len(self.storages),
                 generation=self._generation,

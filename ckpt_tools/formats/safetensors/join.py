@@ -48,13 +48,6 @@ class TensorFile(NamedTuple):
     homes: Homes | None = None
 
 
-class JoinedTensors(NamedTuple):
-    """The tensors of several files, sorted by name, and what keeps them from being whole."""
-
-    tensors: list[TensorEntry]
-    problems: list[CheckpointError]
-
-
 class _Held(NamedTuple):
     part: TensorFile
     stored: Stored
@@ -97,8 +90,11 @@ def _offsets_of(raw: object, fqn: str, *, path: str, ndim: int) -> tuple[int, ..
     return offsets
 
 
-def join(parts: Sequence[TensorFile], *, weight_map: Mapping[str, str]) -> JoinedTensors:
-    """The tensors of all files together; a name in two files is a problem unless boxes differ.
+def join(
+    parts: Sequence[TensorFile], *, weight_map: Mapping[str, str]
+) -> tuple[list[TensorEntry], list[CheckpointError]]:
+    """The tensors of all files, sorted by name, and what keeps them from being whole; a name in two
+    files is a problem unless boxes differ.
 
     ``weight_map`` gives the full path of the file that counts for a name.
     """
@@ -113,13 +109,14 @@ def join(parts: Sequence[TensorFile], *, weight_map: Mapping[str, str]) -> Joine
         if len(group) > 1 and any(part.offsets is None for part, _ in group)
     }
     counting, doubles = owners(several, weight_map)
-    joined = JoinedTensors([], [])
+    tensors: list[TensorEntry] = []
+    problems: list[CheckpointError] = []
     for fqn in sorted(held):
         group = [one for one in held[fqn] if one.part.path == counting.get(fqn, one.part.path)]
-        group = _agreeing(group, fqn, problems=joined.problems)
-        joined.tensors.append(_entry(group, fqn, home=homes[fqn], problems=joined.problems))
-    joined.problems.extend(both_hold(*files, fqns) for files, fqns in doubles.items())
-    return joined
+        group = _agreeing(group, fqn, problems=problems)
+        tensors.append(_entry(group, fqn, home=homes[fqn], problems=problems))
+    problems += (both_hold(*files, fqns) for files, fqns in doubles.items())
+    return tensors, problems
 
 
 def strings_of(parts: Sequence[TensorFile], tensors: Sequence[TensorEntry]) -> HeaderStrings | None:

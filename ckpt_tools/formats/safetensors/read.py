@@ -59,9 +59,9 @@ class _Reading(Reading):
         return header.tensors.keys()
 
     def join(self, weight_map: Mapping[str, str]) -> None:
-        joined = parts_of.join(self.parts, weight_map=weight_map)
-        self.tensors += joined.tensors
-        self.problems += joined.problems
+        tensors, problems = parts_of.join(self.parts, weight_map=weight_map)
+        self.tensors += tensors
+        self.problems += problems
 
     def result(self, *, world_size: int | None = None) -> CheckpointIndex:
         said = (said_by_header(part.path, part.header.metadata) for part in self.parts)

@@ -36,25 +36,26 @@ class RankMesh(NamedTuple):
     generation: Generation
 
 
-class MeshPlace(NamedTuple):
-    """Where a process is on its mesh, as blanks of a pickle: all ranks share the rest of it."""
-
-    rank: Blank
-    coordinate: tuple[Blank, ...]
-
-
 def mesh_ranks(mesh: Mesh) -> bytes:
     """What the storage of a pickled mesh holds: its ranks, as 32-bit integers."""
     return struct.pack(f"<{mesh.size}i", *range(mesh.size))
 
 
 def rank_mesh(
-    mesh: Mesh, place: MeshPlace, *, device_type: str, key: int, generation: Generation
+    mesh: Mesh,
+    *,
+    rank: Blank,
+    coordinate: tuple[Blank, ...],
+    device_type: str,
+    key: int,
+    generation: Generation,
 ) -> RankMesh:
-    """The DeviceMesh as one process has it; ``key`` is that of its storage of ranks."""
+    """The DeviceMesh as one process has it, whose place is blanks of a pickle: all ranks share the
+    rest of it. ``key`` is that of its storage of ranks.
+    """
     ranks = tuple(range(mesh.size))
     # It is a tuple since torch keeps the rank as well.
-    coordinate = place.coordinate if "_rank" in generation.mesh else [*place.coordinate]
+    place = coordinate if "_rank" in generation.mesh else [*coordinate]
     values: dict[str, object] = {
         "device_type": device_type,
         "_device_type": device_type,
@@ -69,8 +70,8 @@ def rank_mesh(
         "_flatten_rank_map": ranks,
         "_thread_id": None,
         "_flatten_mapping": {},
-        "_rank": place.rank,
-        "_coordinate_on_dim": coordinate,
+        "_rank": rank,
+        "_coordinate_on_dim": place,
         "_hash": None,
     }
     if len(mesh.shape) == 1:  # the group of the whole world; of other meshes a job makes up names

@@ -8,7 +8,7 @@ integer, and its bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.index import ByteRange
@@ -24,16 +24,11 @@ _VERSION = 1001
 _COUNT = 8
 
 
-class Stream(NamedTuple):
-    """The saved value, the byte range of its pickle, and where each storage lies, by key."""
-
-    value: object
-    pickle: ByteRange
-    records: Mapping[str, Record]
-
-
-def read_stream(path: str, *, length: int, options: ReadOptions) -> Stream:
-    """Read the pickles and the places of the storages of a file of ``length`` bytes.
+def read_stream(
+    path: str, *, length: int, options: ReadOptions
+) -> tuple[object, ByteRange, dict[str, Record]]:
+    """The saved value, the byte range of its pickle, and where each storage lies, by key, of a file
+    of ``length`` bytes.
 
     Raises UnreadableError for a pickle that torch.save did not write and for a file that is cut,
     UnsupportedError for big-endian bytes, and what `pickles.load_stream` raises.
@@ -50,7 +45,7 @@ def read_stream(path: str, *, length: int, options: ReadOptions) -> Stream:
         if not isinstance(keys, list):
             raise UnreadableError(f"{path} is damaged: its list of storages cannot be read.")
         records = _records(file, keys, storages, path=path, length=length)
-    return Stream(value, ByteRange(path, start, end - start), records)
+    return value, ByteRange(path, start, end - start), records
 
 
 def _check_head(file: BinaryIO, path: str) -> None:

@@ -46,14 +46,9 @@ def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
     length = files.size(path)
     kind = sniff(files.read(path, 0, min(HEAD, length)))
     if kind == "pickle":
-        stream = torch_legacy.read_stream(path, length=length, options=options)
-        return SavedFile(
-            path,
-            length,
-            stream.value,
-            stream.pickle,
-            lambda storage: _record_of(storage, stream.records, path),
-        )
+        value, data, records = torch_legacy.read_stream(path, length=length, options=options)
+        record_of = partial(_record_of, records, path)
+        return SavedFile(path, length, value, data, record_of)
     if kind == "tar":
         raise UnsupportedError(
             f"{path} is a tar archive; torch.save wrote those before version 0.2.",
@@ -73,7 +68,7 @@ def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
     )
 
 
-def _record_of(storage: StoredStorage, records: Mapping[str, Record], path: str) -> Record:
+def _record_of(records: Mapping[str, Record], path: str, storage: StoredStorage) -> Record:
     record = records.get(storage.key)
     if record is None:
         raise UnreadableError(f"{path} is truncated or damaged: it lacks storage {storage.key!r}.")

@@ -112,15 +112,9 @@ def entries_of(root: str, gathered: Gathered, files: Files) -> CheckpointIndex:
         *replicas.problems("plain tensors (no DTensors)", hint=_hint(replicas)),
         *([replicas_differ(torn)] if torn else []),
     ]
-    return CheckpointIndex(
-        root,
-        "ranks",
-        tensors,
-        replicas.sorted(ObjectEntry),
-        problems=tuple(problems),
-        notes=(*replicas.notes(), *_notes(tensors)),
-        tree=replicas.within(gathered.tree),
-    )
+    notes = (*replicas.notes(), *_notes(tensors))
+    index = CheckpointIndex(root, "ranks", tensors, replicas.sorted(ObjectEntry), notes=notes)
+    return replace(index, problems=tuple(problems), tree=replicas.within(gathered.tree))
 
 
 def _hint(replicas: Replicas) -> str:

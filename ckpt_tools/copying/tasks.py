@@ -7,7 +7,7 @@ same in every process. This room opens no file.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -76,14 +76,13 @@ class Share:
     """Worker ``index`` of ``count`` (0-based) does its own part of the tasks.
 
     ``before`` bytes of files that it is not given lie before those that it is, of ``total`` in all
-    files; None when it is given all. ``locate`` gives tasks whose chunks are raw elements.
+    files; None when it is given all.
     """
 
     index: int
     count: int
     before: int = 0
     total: int | None = None
-    locate: Callable[[list[Task]], list[Task]] = list
 
 
 ALL = Share(0, 1)

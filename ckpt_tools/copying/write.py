@@ -35,19 +35,20 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     max_memory: int,
     on_bytes: Callable[[int], None],
     share: Share = ALL,
+    locate: Callable[[list[Task]], list[Task]] = list,
     on_file: Callable[[str, bool], None] | None = None,
     on_run: OnRun | None = None,
 ) -> int:
     """Write every file of the plans below the folder ``root``; gives the bytes of all tasks done.
 
     Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together; without a number
-    of ``threads`` it is chosen for the cores and the files. ``on_bytes`` gets the number of
-    bytes written since its last call, ``on_file`` each file of which this worker's part is written,
-    and whether that is all of it, ``on_run`` the CRC-32 of each run of the source that is written
-    in its order. A file that exists is written into, not created again. With a ``share``, one of
-    several workers does its part: together they write every byte once, in any order. The
-    result is then its part of the plans' bytes. It counts whole tasks, when they are done: what
-    ``on_bytes`` was told is for people, and proves nothing.
+    of ``threads`` it is chosen for the cores and the files. ``locate`` gives tasks whose chunks are
+    raw elements. ``on_bytes`` gets the number of bytes written since its last call, ``on_file``
+    each file of which this worker's part is written, and whether that is all of it, ``on_run`` the
+    CRC-32 of each run of the source that is written in its order. A file that exists is written
+    into. With a ``share``, one of several workers does its part: together they write every byte
+    once, in any order. The result is its part of the plans' bytes: it counts whole tasks, when they
+    are done. What ``on_bytes`` was told is for people, and proves nothing.
 
     Raises UsageError for too little memory, WriteError when an output cannot be written,
     UnreadableError when a source cannot be read, and KeyboardInterrupt as it comes; what was
@@ -58,13 +59,8 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     outputs, done = _Outputs(root, sizes), 0
     try:
         for group, tasks in groups_of(plans, share, sizes):
-            work = _Work(
-                share.locate(tasks),
-                outputs=outputs,
-                on_bytes=on_bytes,
-                on_file=on_file,
-                on_run=on_run,
-            )
+            left = locate(tasks)
+            work = _Work(left, outputs=outputs, on_bytes=on_bytes, on_file=on_file, on_run=on_run)
             outputs.create(plan for plan in group if not plan.literals and not plan.items)
             count = min(
                 threads or work.threads(sizes, processes=share.count),

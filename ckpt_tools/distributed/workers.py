@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.convert.locating import located_tasks
@@ -86,7 +85,8 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
             threads=options.threads,
             max_memory=options.max_memory,
             on_bytes=on_bytes,
-            share=replace(order.share, locate=locate),
+            share=order.share,
+            locate=locate,
             on_file=finisher.written,
             on_run=seen.add if options.checks_source else None,
         )

@@ -62,9 +62,8 @@ def same_tensors(  # noqa: PLR0913 (what is compared, and how)
 
     ``wanted`` are the source's tensors under their names in the result, ``dtypes`` their types
     there, to which they are cast again; ``means`` are computed again. With ``own``, the only files
-    of the source that can be read here, the boxes in them are compared. ``seen`` gets the CRC-32s
-    of what is read in its order (of a result that keeps some, too), ``on_bytes`` the bytes of the
-    result. Returns what was proven.
+    of the source that can be read here, the boxes in them are compared. ``seen`` gets CRC-32s of
+    what is read in its order, ``on_bytes`` bytes of the result. Returns what was proven.
 
     Raises WriteError when a tensor differs or one side lacks it, and what makes one not whole.
     """
@@ -96,8 +95,7 @@ def same_tensors(  # noqa: PLR0913 (what is compared, and how)
             f"source holds: {some(wrong)}.",
             hint=_AGAIN,
         )
-    where = "" if own is None else " on every rank"
-    return _statement(here.tensors, cast, averaged=len(means), where=where)
+    return _statement(here.tensors, cast, averaged=len(means), on_every_rank=own is not None)
 
 
 def require_intact(
@@ -246,7 +244,11 @@ def _averaged(
 
 
 def _statement(
-    source: Sequence[TensorEntry], cast: Sequence[TensorEntry], *, averaged: int, where: str
+    source: Sequence[TensorEntry],
+    cast: Sequence[TensorEntry],
+    *,
+    averaged: int,
+    on_every_rank: bool,
 ) -> str:
     casts = Counter(
         f"{one.dtype.name} to {other.dtype.name}"
@@ -258,6 +260,7 @@ def _statement(
     parts = [f"{averaged:,} averaged again, bit for bit"] if averaged else []
     parts += [f"{kept:,} bit for bit"] if kept or not (casts or averaged) else []
     parts += [f"{many:,} cast from {types}" for types, many in sorted(casts.items())]
+    where = " on every rank" if on_every_rank else ""
     return (
         f"Proven by comparison{where}: the {counted(count, 'tensor')} written ({nbytes:,} bytes), "
         f"read back, {'equals' if count == 1 else 'equal'} the source: {', '.join(parts)}."

@@ -50,6 +50,7 @@ COMMANDS = (
     "export run7/step-1000 -o out-export",
     "reshard run7/step-1000 -o out-reshard --to-mesh 2x2",
     "average run7/step-1000 run7/ranks -o out-average",
+    "average run7/step-1000 run7/ranks -o out-average-4 --to-mesh 4",
     "ls nothere",
     "ls run7/step-1000 -i nothing",
 )

@@ -164,7 +164,8 @@ def _each(ckpts: Sequence[str], asked: _Asked) -> None:
         else:
             worst = max(worst, 0 if report.whole else 1)
             objects.append(as_json(report, None))
-            lines = [line(ckpt, report)]
+            lost = first_of(_all_lost(report), _FEW)
+            lines = [line(ckpt, report), *(f"  lost  {one}" for one in lost)]
         if not asked.json:
             render.emit(lines)
     if asked.json:
@@ -214,13 +215,16 @@ def _comparing(*sides: CheckpointIndex) -> Iterator[Callable[[int], None]]:
 
 
 _SHOWN = 10
+_UNCOMPARED = "only a fingerprint proves them (--against)"
+_COMPARED = "the comparison below proves those of tensors"
+_FEW = 3  # lost tensors of one of several checkpoints
 
 
 def lines(report: VerifyReport, other: _Against | None) -> Iterator[str]:
     """The report for a person."""
     how = "" if report.reading is not None else ", by its headers"
     yield render.heading(f"{report.root}: {report.verdict}{how}")
-    yield from render.facts(_facts(report))
+    yield from render.facts(_facts(report, is_compared=other is not None))
     if other is not None:
         yield from render.facts(_comparison(other))
 
@@ -235,7 +239,7 @@ def line(path: str, report: VerifyReport) -> str:
     return f"{path}: {report.verdict}{how}: {first}{more}"
 
 
-def _facts(report: VerifyReport) -> Iterator[render.Fact]:
+def _facts(report: VerifyReport, *, is_compared: bool) -> Iterator[render.Fact]:
     problems = [f"{one.message}\n{one.hint or ''}".strip("\n") for one in report.problems]
     said = list(dict.fromkeys(problems))
     for text in said[:_SHOWN]:
@@ -245,9 +249,7 @@ def _facts(report: VerifyReport) -> Iterator[render.Fact]:
     for problem in report.unread[:_SHOWN]:
         yield "not read", problem.message
     yield "tensors", _tensors(report)
-    lost = [_lost(one) for one in report.damaged if one.lost]
-    lost += [f"{fqn}: all of it" for fqn in report.lost]
-    if lost:
+    if lost := _all_lost(report):
         yield "lost", first_of(lost, _SHOWN)
     if report.rescued:
         saved = [f"{r.fqn} {r.box} of {r.lost} is also in {r.held_by}" for r in report.rescued]
@@ -260,7 +262,7 @@ def _facts(report: VerifyReport) -> Iterator[render.Fact]:
         damaged = rank_spans([state.rank for state in report.ranks if not state.whole])
         text = f"{intact} intact" if intact else "none is intact"
         yield "ranks", f"{text}; {damaged} damaged" if damaged else text
-    yield from _proof(report)
+    yield from _proof(report, is_compared=is_compared)
     if report.notes:
         yield "notes", report.notes
 
@@ -277,6 +279,11 @@ def _tensors(report: VerifyReport) -> str:
     return f"{there.format(report.tensors)} complete{lost}"
 
 
+def _all_lost(report: VerifyReport) -> list[str]:
+    lost = [_lost(one) for one in report.damaged if one.lost]
+    return lost + [f"{fqn}: all of it" for fqn in report.lost]
+
+
 def _lost(tensor: DamagedTensor) -> str:
     where = some([describe(box, tensor.shape) for box in tensor.lost], _SHOWN)
     word = "rank" if len(tensor.ranks) == 1 else "ranks"
@@ -284,7 +291,7 @@ def _lost(tensor: DamagedTensor) -> str:
     return f"{tensor.fqn}: {where}{ranks}"
 
 
-def _proof(report: VerifyReport) -> Iterator[render.Fact]:
+def _proof(report: VerifyReport, *, is_compared: bool) -> Iterator[render.Fact]:
     """What this run proves, and what it cannot know."""
     reading = report.reading
     if reading is None:
@@ -299,7 +306,7 @@ def _proof(report: VerifyReport) -> Iterator[render.Fact]:
     yield "proven", said
     if reading.plain_bytes:
         plain = f"{format_size(reading.plain_bytes)} have no checksum"
-        yield "not proven", f"{plain}; only a fingerprint proves them (--against)"
+        yield "not proven", f"{plain}; {_COMPARED if is_compared else _UNCOMPARED}"
 
 
 def _comparison(other: _Against) -> Iterator[render.Fact]:

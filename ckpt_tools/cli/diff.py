@@ -72,7 +72,7 @@ class _Asked:
     sort: Literal["name", "size"] = option(
         "name",
         "--sort",
-        "Differences by name, or the largest first.",
+        "By name, or the largest difference (MAX |Δ|) first.",
         choices=("name", "size"),
     )
     threads: int | None = options.threads()

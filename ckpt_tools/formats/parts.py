@@ -36,6 +36,7 @@ from ckpt_tools.formats.dcp.objects import open_containers
 from ckpt_tools.formats.foreign import HEAD, not_a, sniff
 from ckpt_tools.formats.frameworks import RANDOM_STATES, FolderParts
 from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.pickle.containers import settled
 from ckpt_tools.formats.pickle.state_dict import flatten
 from ckpt_tools.formats.torch_file import read as torch_file
 from ckpt_tools.storage import paths
@@ -220,6 +221,10 @@ def _values(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Bra
         value: object = json.loads(paths.head(path, min(length, _MAX_JSON)))
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path} is not valid JSON: {error}.") from error
+    try:
+        value = settled(value, length=length, is_allowed=lambda _: False)
+    except UnreadableError as error:
+        raise error.at(path, " ") from error
     state = flatten(value, where=path, under=[str(part) for part in place])
     data = ByteRange(path, 0, length)
     return [leaf.entry("other", data) for leaf in state.objects], state.tree

@@ -282,4 +282,4 @@ def test_a_number_of_a_trainer_state_that_is_too_large_is_not_written_as_none(
     index = formats.read_index(str(folder))
     seen = index.object("trainer_state.seen")
     assert seen is not None
-    assert (seen.opened, seen.type_name) == (False, "int")
+    assert (seen.opened, seen.type_name) == (False, "builtins.int")

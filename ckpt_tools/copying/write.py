@@ -155,20 +155,18 @@ class _Checksums:
     """Puts the CRC-32 of an item together from the tasks that write parts of it."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._parts: dict[tuple[str, int], dict[int, tuple[int, int | None]]] = {}
-        for task in tasks:
-            if task.checked is not None:
-                parts = self._parts.setdefault(_key(task, task.checked), {})
-                parts[task.number] = task.nbytes, None
+        self._missing = Counter(_key(one, one.checked) for one in tasks if one.checked is not None)
+        self._parts: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
 
     def add(self, task: Task, item: WriteItem, value: int) -> int | None:
         """Add the CRC-32 of one task; returns that of the whole item after its last part."""
-        parts = self._parts[_key(task, item)]
-        parts[task.number] = task.nbytes, value
+        key = _key(task, item)
+        self._parts.setdefault(key, []).append((task.number, task.nbytes, value))
+        self._missing[key] -= 1
+        if self._missing[key]:
+            return None
         whole = 0
-        for nbytes, part in parts.values():
-            if part is None:
-                return None
+        for _, nbytes, part in sorted(self._parts.pop(key)):
             whole = combine(whole, part, length=nbytes)
         return whole
 

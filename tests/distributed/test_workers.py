@@ -46,11 +46,11 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def writing(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A command that writes 400 MB to "out", and its two workers, stopped in the midst of it."""
-    header = b'{"w":{"dtype":"F32","shape":[1000,100000],"data_offsets":[0,400000000]}}'
+    """A command that writes 400 MB of 800 to "out", and its two workers, stopped in the midst of it."""
+    header = b'{"w":{"dtype":"F32","shape":[2000,100000],"data_offsets":[0,800000000]}}'
     with (tmp_path / "big.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + 400_000_000)
+        file.truncate(8 + len(header) + 800_000_000)
     words = ["reshard", "big.safetensors", "-o", "out", "--to-mesh", "4", "--dtype", "bf16"]
     process = subprocess.Popen(
         [sys.executable, "-m", "ckpt_tools", *words, "-j", "2", "--threads", "1"],

@@ -581,8 +581,8 @@ def carried(item: object, folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "item",
-    [(T, partial(int, base=2)), (torch.zeros(65 << 20), Unknown(T))],
-    ids=["runs code", "more than 256 MiB"],
+    [(T, partial(int, base=2)), (torch.zeros(17 << 20), Unknown(T))],
+    ids=["runs code", "more than 64 MiB"],
 )
 def test_check_proves_by_its_bytes_an_item_that_is_not_opened(item: object, tmp_path: Path) -> None:
     assert "So are its 1 object, by value." in carried(item, tmp_path)

@@ -46,7 +46,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def writing(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A command that writes 400 MB of 800 to "out", and its two workers, stopped in the midst of it."""
+    """A command that writes to "out", and its two workers, stopped in the midst of it."""
     header = b'{"w":{"dtype":"F32","shape":[2000,100000],"data_offsets":[0,800000000]}}'
     with (tmp_path / "big.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 # ends of it, Python gives one a module that is half done (seen once in 60 runs with 16 threads).
 IMPORTING = threading.RLock()
 
-# On 16 cores ten verify 8 GB in 0.7 of the time of 16, and copy as fast.
+# On 16 cores ten verify 8 GB in 0.7 of the time of 16; eight and twelve copy as fast as these.
 _MOST_THREADS = 10
 _MOST_REQUESTS = 16  # threads that wait for a store
 # Two overlap reading with writing even on one core.

@@ -216,7 +216,7 @@ def _comparing(*sides: CheckpointIndex) -> Iterator[Callable[[int], None]]:
 
 _SHOWN = 10
 _UNCOMPARED = "only a fingerprint proves them (--against)"
-_COMPARED = "the comparison below proves those of tensors"
+_COMPARED = "those of the tensors compared are proven below"
 _FEW = 3  # lost tensors of one of several checkpoints
 
 
@@ -224,7 +224,7 @@ def lines(report: VerifyReport, other: _Against | None) -> Iterator[str]:
     """The report for a person."""
     how = "" if report.reading is not None else ", by its headers"
     yield render.heading(f"{report.root}: {report.verdict}{how}")
-    yield from render.facts(_facts(report, is_compared=other is not None))
+    yield from render.facts(_facts(report, is_same=other is not None and other.same))
     if other is not None:
         yield from render.facts(_comparison(other))
 
@@ -239,7 +239,7 @@ def line(path: str, report: VerifyReport) -> str:
     return f"{path}: {report.verdict}{how}: {first}{more}"
 
 
-def _facts(report: VerifyReport, *, is_compared: bool) -> Iterator[render.Fact]:
+def _facts(report: VerifyReport, *, is_same: bool) -> Iterator[render.Fact]:
     problems = [f"{one.message}\n{one.hint or ''}".strip("\n") for one in report.problems]
     said = list(dict.fromkeys(problems))
     for text in said[:_SHOWN]:
@@ -262,7 +262,7 @@ def _facts(report: VerifyReport, *, is_compared: bool) -> Iterator[render.Fact]:
         damaged = rank_spans([state.rank for state in report.ranks if not state.whole])
         text = f"{intact} intact" if intact else "none is intact"
         yield "ranks", f"{text}; {damaged} damaged" if damaged else text
-    yield from _proof(report, is_compared=is_compared)
+    yield from _proof(report, is_same=is_same)
     if report.notes:
         yield "notes", report.notes
 
@@ -291,7 +291,7 @@ def _lost(tensor: DamagedTensor) -> str:
     return f"{tensor.fqn}: {where}{ranks}"
 
 
-def _proof(report: VerifyReport, *, is_compared: bool) -> Iterator[render.Fact]:
+def _proof(report: VerifyReport, *, is_same: bool) -> Iterator[render.Fact]:
     """What this run proves, and what it cannot know."""
     reading = report.reading
     if reading is None:
@@ -306,7 +306,7 @@ def _proof(report: VerifyReport, *, is_compared: bool) -> Iterator[render.Fact]:
     yield "proven", said
     if reading.plain_bytes:
         plain = f"{format_size(reading.plain_bytes)} have no checksum"
-        yield "not proven", f"{plain}; {_COMPARED if is_compared else _UNCOMPARED}"
+        yield "not proven", f"{plain}; {_COMPARED if is_same else _UNCOMPARED}"
 
 
 def _comparison(other: _Against) -> Iterator[render.Fact]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,23 @@ def test_json_says_what_was_left_out(tmp_path: Path) -> None:
     against = json.loads(run("verify", out, "--against", source, "--json").stdout)["against"]
     assert against["same"] is True
     assert against["left_out"] == [{"name": "rng_state", "of": "ranks", "ranks": 4}]
+
+
+def test_bytes_without_checksums_are_proven_only_by_a_comparison_that_finds_them_the_same() -> None:
+    ckpt, other = (REAL / name / "ckpt" for name in ("fsdp2_dcp_hsdp_2x4", "fsdp2_dcp_1d_4r"))
+    for against, same in ((ckpt, True), (other, False)):
+        result = run("verify", ckpt, "--against", against)
+        assert result.exit_code == (0 if same else 1)
+        assert ("compared are proven below" in result.stdout) == same
+        assert ("only a fingerprint proves them" in result.stdout) != same
+
+
+def test_verify_of_a_run_names_what_each_checkpoint_has_lost(tmp_path: Path) -> None:
+    for step in ("step-1", "step-2"):
+        shutil.copytree(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt", tmp_path / step)
+    (tmp_path / "step-2" / "__2_0.distcp").unlink()
+    lines = run("verify", tmp_path).stdout.splitlines()
+    assert lines[0] == f"{tmp_path}/step-1: complete"
+    assert lines[1].startswith(f"{tmp_path}/step-2: NOT COMPLETE")
+    assert all(line.startswith("  lost  ") for line in lines[2:])
+    assert "(rank 2)" in lines[2]

@@ -13,10 +13,11 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from fuzz_cases import conversions, damages, optimizers
+from fuzz_cases import conversions, damages, optimizers, pickles
 from fuzz_cases.commands import Commands, Fault, Refused
 from fuzz_cases.sources import RefusedByTorch
 from torch.distributed.checkpoint import _version
@@ -27,6 +28,7 @@ KINDS = {
     "chain": (conversions.chain, 6),
     "optimizer": (optimizers.convert, 2),
     "damage": (damages.damage, 10),
+    "pickle": (pickles.change, 10),
 }
 _LIMIT = 60  # seconds for one case, most of which take less than a tenth of one
 _ALONE = 0.01  # of the cases run their commands as processes of their own
@@ -53,7 +55,7 @@ def main() -> int:
     warnings.simplefilter("ignore")  # torch's own, of types that it calls experimental
     logging.disable(logging.WARNING)
     if asked.seed is not None:
-        ended = run(asked.seed)
+        ended = run(asked.seed, asked.kind)
         print("\n".join(ended.log))
         print(f"seed {asked.seed}, {ended.kind}: {ended.how} {ended.said}")
         return 1 if ended.how == "failed" else 0
@@ -64,7 +66,7 @@ def main() -> int:
     for seed in range(first, first + asked.cases):
         if time.monotonic() > until:
             break
-        ended = run(seed)
+        ended = run(seed, asked.kind)
         counts[ended.kind, ended.how] += 1
         if ended.how == "failed":
             print(f"seed {seed}, {ended.kind}: {ended.said}", flush=True)
@@ -72,10 +74,11 @@ def main() -> int:
     return 1 if any(how == "failed" for _, how in counts) else 0
 
 
-def run(seed: int) -> Ended:
-    """The case of a seed."""
+def run(seed: int, kinds: Collection[str]) -> Ended:
+    """The case of a seed, of one of these kinds."""
     rng = random.Random(seed)  # noqa: S311 (a case's own choice)
-    kind = rng.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0]
+    weights = [weight if name in kinds else 0 for name, (_, weight) in KINDS.items()]
+    kind = rng.choices(list(KINDS), weights)[0]
     commands = Commands(alone=rng.random() < _ALONE)
     place = _MEMORY if os.path.isdir(_MEMORY) else None
     signal.alarm(_LIMIT)
@@ -119,6 +122,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1, help="how long, at most")
     parser.add_argument("--seed", type=int, help="only this case, with all that was said")
     parser.add_argument("--first", type=int, help="the first seed; a random one by default")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="only these")
     parser.add_argument("--cases", type=int, default=1 << 60, help="how many, at most")
     return parser.parse_args()
 

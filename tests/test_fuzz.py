@@ -21,7 +21,7 @@ def test_random_state_dicts_are_what_torch_makes_of_them() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told = dict(line.split(":", 1) for line in done.stdout.splitlines()[1:])
-    assert list(told) == ["conversion", "chain", "optimizer", "damage"]
+    assert list(told) == ["conversion", "chain", "optimizer", "damage", "pickle"]
     assert all(" 0 done" not in counts for counts in told.values())
 
 

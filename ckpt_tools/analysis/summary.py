@@ -24,7 +24,7 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.layout import Layout, Shard
 from ckpt_tools.core.names import is_in_param_groups
-from ckpt_tools.core.optimizer_states import kind_of, megatron_state
+from ckpt_tools.core.optimizer_states import STATES_OF, kind_of, megatron_state
 from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError
@@ -155,7 +155,7 @@ def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:
     kind = kind_of(names)
     if kind is None:
         return OptimizerSummary("unknown", tuple(sorted(names)[:_MAX_NAMED]))
-    return OptimizerSummary(kind.name, tuple(sorted(kind.states | (names & {"step"}))))
+    return OptimizerSummary(kind, tuple(sorted(STATES_OF[kind] | (names & {"step"}))))
 
 
 def _kept(entry: Entry) -> str:

@@ -225,7 +225,7 @@ def _plan_layout(
     chosen, of_ranks = without_old_ranks(chosen, ranks, places=frameworks.row_of(layout).places)
     with Files() as files:
         located = locate(chosen, files)
-        located.require_chosen()
+        names.require_chosen(located)
         located = loadable(formats.open_objects(located, files))
         located, left_out = without_unopened(located, None)
         made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
@@ -249,7 +249,7 @@ def _whole(
 ) -> CheckpointIndex:
     """The chosen entries as they are planned. Raises what keeps them from being whole."""
     located = locate(chosen, files)
-    located.require_chosen()
+    names.require_chosen(located)
     if _keeps_nesting(options):
         return loadable(formats.open_objects(located, files))
     if not chosen.tensors:

@@ -292,7 +292,7 @@ def _whole(chosen: CheckpointIndex, options: ReshardOptions, locate: Locate) -> 
     form = formats.named(options.format)
     with Files() as files:
         located = locate(chosen, files)
-        located.require_chosen()
+        names.require_chosen(located)
         foreign = any(
             not e.is_writable and e.codec not in (None, form.object_codec) for e in located.objects
         )

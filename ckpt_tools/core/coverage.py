@@ -1,17 +1,19 @@
 """Whether the chunks of a tensor tile its shape: integers only, by a sweep.
 
-The one rule of all formats; what it finds is raised, or becomes a problem of an index.
+The one rule of all formats; what it finds is raised, or becomes a problem of an index, as is that
+chunks of the same rows differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import TensorEntry
-from ckpt_tools.errors import CheckpointError, IncompleteError
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 
 
 def uncovered(
@@ -41,17 +43,16 @@ def check_coverage(entry: TensorEntry) -> None:
     flaw = _first_flaw(solid, shape)
     if flaw is None:
         return
-    where = Box(flaw.offsets, flaw.sizes)
     if flaw.times == 0:
         covered = sum(box.numel for box in solid)
         raise IncompleteError(
             f"{entry.fqn}: chunks cover {covered:,} of {entry.numel:,} elements; "
-            f"the first hole is {where}.",
+            f"the first hole is {flaw.box}.",
             hint="Some shards are missing. Look for the missing files, or use an older save.",
             about=(entry.fqn,),
         )
     raise CheckpointError(
-        f"{entry.fqn}: {flaw.times} chunks overlap in {where}.", about=(entry.fqn,)
+        f"{entry.fqn}: {flaw.times} chunks overlap in {flaw.box}.", about=(entry.fqn,)
     )
 
 
@@ -70,8 +71,7 @@ class _Flaw(NamedTuple):
     """A region that is covered by ``times`` boxes, where one was expected."""
 
     times: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
 
 
 def _first_flaw(boxes: Sequence[Box], shape: Sequence[int]) -> _Flaw | None:
@@ -80,10 +80,10 @@ def _first_flaw(boxes: Sequence[Box], shape: Sequence[int]) -> _Flaw | None:
         return None
     whole = Box.whole(shape)
     if not boxes:
-        return _Flaw(0, whole.offsets, whole.sizes)
+        return _Flaw(0, whole)
     cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
     if not cut:
-        return None if len(boxes) == 1 else _Flaw(len(boxes), whole.offsets, whole.sizes)
+        return None if len(boxes) == 1 else _Flaw(len(boxes), whole)
     if len(cut) == 1:
         return _flaw_of_line(boxes, shape, dim=cut[0])
     return _flaw_of_slices(boxes, shape, dim=cut[0])
@@ -98,7 +98,7 @@ def _flaw_of_line(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _F
             count, low, high = (0, end, start) if start > end else (2, start, min(end, stop))
             offsets, sizes = [0] * len(shape), list(shape)
             offsets[dim], sizes[dim] = low, max(high - low, 1)
-            return _Flaw(count, tuple(offsets), tuple(sizes))
+            return _Flaw(count, Box(tuple(offsets), tuple(sizes)))
         end = stop
     return None
 
@@ -116,13 +116,26 @@ def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> 
         faces = [Box(_without(box.offsets, dim), _without(box.sizes, dim)) for box in active]
         flaw = _first_flaw(faces, _without(shape, dim))
         if flaw is not None:
-            return _Flaw(
-                flaw.times,
-                (*flaw.offsets[:dim], start, *flaw.offsets[dim:]),
-                (*flaw.sizes[:dim], end - start, *flaw.sizes[dim:]),
-            )
+            offsets, sizes = flaw.box
+            offsets = (*offsets[:dim], start, *offsets[dim:])
+            return _Flaw(flaw.times, Box(offsets, (*sizes[:dim], end - start, *sizes[dim:])))
     return None
 
 
 def _without(values: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*values[:dim], *values[dim + 1 :])
+
+
+def replicas_differ(where: Mapping[str, str]) -> UnsupportedError:
+    """The error for tensors that differ between ranks: by name, the rows and the ranks.
+
+    It is the same wherever it is found: none of them is known to be right, so none is taken.
+    """
+    shown = some([f"{fqn} {place}" for fqn, place in where.items()])
+    return UnsupportedError(
+        "Ranks that should hold the same rows hold different ones, so it is not known which is "
+        f"right: {shown}.",
+        hint="A file is of another save or step, or replicas drifted apart in training. Bring the "
+        "file of this save, or leave them out with -x.",
+        about=where,
+    )

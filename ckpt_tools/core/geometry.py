@@ -1,7 +1,7 @@
 """Boxes of elements, and where their elements lie in memory: integers only.
 
-A box is a hyper-rectangle in the global coordinates of one tensor. Only `runs` turns boxes into
-memory offsets. Nothing here knows of dtypes, files, ranks or meshes.
+A box is a hyper-rectangle in the global coordinates of one tensor. Nothing here knows of dtypes,
+files, ranks or meshes.
 """
 
 from __future__ import annotations
@@ -66,13 +66,6 @@ class Box(NamedTuple):
         return f"[{', '.join(spans)}]"
 
 
-class Run(NamedTuple):
-    """``numel`` elements that lie one behind the other, from element ``start`` on."""
-
-    start: int
-    numel: int
-
-
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides, in elements, of a packed row-major tensor of this shape."""
     strides = []
@@ -81,26 +74,6 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-def runs(box: Box, within: Box) -> Iterator[Run]:
-    """The maximal runs of ``box`` in the row-major memory of ``within``, in ascending order.
-
-    ``box`` must lie inside ``within``. Trailing dimensions that ``box`` takes whole are joined into
-    one run; an empty box has no run.
-    """
-    if 0 in box.sizes:
-        return
-    ndim = len(box.sizes)
-    strides = row_major_strides(within.sizes)
-    first = ndim
-    while first > 0 and box.sizes[first - 1] == within.sizes[first - 1]:
-        first -= 1
-    inner = max(first - 1, 0)
-    length = prod(box.sizes[inner:])
-    base = sum((a - b) * s for a, b, s in zip(box.offsets, within.offsets, strides, strict=True))
-    for index in product(*(range(size) for size in box.sizes[:inner])):
-        yield Run(base + sum(i * s for i, s in zip(index, strides, strict=False)), length)
 
 
 def slabs(box: Box, *, max_numel: int) -> Iterator[Box]:

@@ -6,16 +6,15 @@ Readers make it, everything else uses it. It knows nothing of formats, and it op
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from glob import escape
 from itertools import pairwise
 from math import prod
-from typing import Literal, NamedTuple, NewType, TypeAlias, TypeVar
+from operator import add, attrgetter
+from typing import Literal, NamedTuple, NewType, TypeAlias, TypeVar, overload
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
@@ -24,16 +23,14 @@ from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.plain_values import PlainValue, closed_in
 from ckpt_tools.core.state_tree import Branch, completed
 from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
-from ckpt_tools.errors import (
-    CheckpointError,
-    Instead,
-    NotReadError,
-    UnsupportedError,
-    Way,
-)
+from ckpt_tools.errors import CheckpointError, NotReadError, UnsupportedError
 
 Section = Literal["model", "optim", "other"]
 SECTIONS: tuple[Section, ...] = ("model", "optim", "other")
+
+_Slice: TypeAlias = "slice[int | None, int | None, int | None]"
+# The constructors that NamedTuple generates would take two seconds of a million chunks.
+_make = tuple.__new__
 
 
 class ByteRange(NamedTuple):
@@ -82,9 +79,8 @@ class Chunk(NamedTuple):
         packed = row_major_strides(box.sizes)
         steps = zip(strides, packed, box.sizes, strict=True)
         is_packed = not box.numel or all(a == b or size == 1 for a, b, size in steps)
-        return self._replace(
-            box=box, data=data, strides=None if is_packed else strides, replicas=()
-        )
+        held = None if is_packed else strides
+        return self._replace(box=box, data=data, strides=held, replicas=())
 
     def seen_in(self, located: Chunk, *, itemsize: int) -> Chunk:
         """This view of a chunk, now that the chunk is located."""
@@ -123,21 +119,47 @@ class Grid:
         return BoxFinder(self.boxes)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class GridChunks(Sequence[Chunk]):
-    """Chunks whose boxes a format keeps once for many tensors."""
+    """Chunks of one codec whose boxes a format keeps once for many tensors.
 
-    __slots__ = ("grid",)
+    Each is made when it is asked for; ``starts`` and ``lengths`` are in bytes. Without a codec the
+    bytes are the elements, packed row-major.
+    """
 
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
+    grid: Grid
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    codec: str | None
 
-    @abstractmethod
     def ends(self) -> Iterator[tuple[str, int]]:
         """The file of each chunk, and the byte after its last."""
+        return zip(self.grid.paths, map(add, self.starts, self.lengths), strict=True)
 
     def __len__(self) -> int:
         """Number of chunks."""
         return len(self.grid.boxes)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: _Slice) -> Sequence[Chunk]: ...
+    def __getitem__(self, index: int | _Slice) -> Chunk | Sequence[Chunk]:
+        """One chunk, or a list of them."""
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        grid = self.grid
+        data = ByteRange(grid.paths[index], self.starts[index], self.lengths[index])
+        return Chunk(grid.boxes[index], data, codec=self.codec, rank=grid.ranks[index])
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Every chunk, in order."""
+        codec, grid = self.codec, self.grid
+        for box, path, rank, start, length in zip(
+            grid.boxes, grid.paths, grid.ranks, self.starts, self.lengths, strict=True
+        ):
+            data = _make(ByteRange, (path, start, length))
+            yield _make(Chunk, (box, data, None, codec, (), rank, None))
 
     def __eq__(self, other: object) -> bool:
         """Whether the other is a sequence of the same chunks."""
@@ -249,12 +271,12 @@ class FileState(NamedTuple):
 
     def __str__(self) -> str:
         """As text that people can compare."""
-        words = [f"{self.size:,} bytes"]
+        words = f"{self.size:,} bytes"
         if self.changed:
             seconds, nanoseconds = divmod(self.changed, 10**9)
             date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-            words = [f"{words[0]} of {date}.{nanoseconds:09d} UTC"]
-        return ", ".join([*words, *filter(None, [self.version])])
+            words += f" of {date}.{nanoseconds:09d} UTC"
+        return f"{words}, {self.version}" if self.version else words
 
 
 class FileEntry(NamedTuple):
@@ -310,8 +332,8 @@ class HeaderStrings(NamedTuple):
     tensors: Mapping[str, tuple[DType, tuple[int, ...]]]
 
 
-_FEW = 3  # objects that are left out by name
 _Index = TypeVar("_Index", bound="CheckpointIndex")
+_fqn = attrgetter("fqn")
 # Nothing is known of the containers: paths say it.
 NO_TREE: Branch[str] = Branch("dict", (), ())
 
@@ -351,7 +373,9 @@ class CheckpointIndex:
     def nesting(self) -> Branch[str]:
         """The tree of the state dict: each leaf is the name of an entry, each entry one leaf."""
         if not self._nesting:
-            self._nesting.append(completed(self.tree, self.entries))
+            self._nesting.append(
+                completed(self.tree, [(one.fqn, one.path) for one in self.entries])
+            )
         return self._nesting[0]
 
     def entry_tree(self) -> Branch[Entry]:
@@ -364,7 +388,10 @@ class CheckpointIndex:
 
         An entry may be there more than once. Raises UnsupportedError for two places of one name.
         """
-        placed = [_renamed(entry, path) for path, entry in tree.walk()]
+        placed = [
+            entry if entry.path == path else replace(entry, fqn=".".join(map(str, path)), path=path)
+            for path, entry in tree.walk()
+        ]
         placed.sort(key=_fqn)
         for one, other in pairwise(placed):
             if one.fqn == other.fqn:
@@ -388,8 +415,7 @@ class CheckpointIndex:
         if not whole:
             return self
         gone = frozenset().union(*(one.held for one in whole))
-        objects = [entry for entry in self.objects if entry.fqn not in gone]
-        objects += [one.item for one in whole]
+        objects = [*(e for e in self.objects if e.fqn not in gone), *(one.item for one in whole)]
         return replace(
             self,
             tensors=tuple(entry for entry in self.tensors if entry.fqn not in gone),
@@ -427,9 +453,7 @@ class CheckpointIndex:
     def lost(self) -> tuple[str, ...]:
         """Names that a problem is about and that have no entry, sorted: lost with a file."""
         named = frozenset().union(*(problem.about for problem in self.problems))
-        if not named:
-            return ()
-        return tuple(sorted(named.difference(entry.fqn for entry in self.entries)))
+        return tuple(sorted(named.difference(entry.fqn for entry in self.entries))) if named else ()
 
     def tensor(self, fqn: str) -> TensorEntry | None:
         """The tensor of this name, or None."""
@@ -462,63 +486,13 @@ class CheckpointIndex:
         message, *more = text.first_of([problem.message for problem in self.problems])
         raise first.reworded(message, *(f"  {line}" for line in more)).concerning(())
 
-    def require_chosen(self) -> None:
-        """`require_whole` of what was chosen; the error says what could be chosen instead."""
-        try:
-            self.require_whole()
-        except CheckpointError as error:
-            options = self._whole_part() if error.instead is None else ()
-            if not options:
-                raise
-            other = error.concerning(error.about)
-            other.instead = Instead(self.root, (Way(options=options),))
-            raise other from error.__cause__
-
-    def _whole_part(self) -> tuple[str, ...]:
-        """Options that leave out what problems are of: a few objects or parts of a folder, which
-        are lost under ``NAME.*``, or all but a whole model.
-        """
-        if not all(problem.about for problem in self.problems):
-            return ()
-        damaged = frozenset().union(*(problem.about for problem in self.problems))
-        parts = {name for name in self.lost if name.endswith(".*")}
-        if len(damaged) <= _FEW and damaged <= parts | {entry.fqn for entry in self.objects}:
-            named = [fqn if fqn in parts else escape(fqn) for fqn in sorted(damaged)]
-            return tuple(word for name in named for word in ("-x", name))
-        model = [entry.fqn for entry in self.entries if entry.section == "model"]
-        is_whole = bool(model) and not self.lost and damaged.isdisjoint(model)
-        return ("--only", "model") if is_whole else ()
-
 
 # An index whose chunks are all raw elements, but for those of tensors that its problems name. Only
 # `formats.locate` makes one: plans and proofs take no other, and what comes of one stays one.
 LocatedIndex = NewType("LocatedIndex", CheckpointIndex)
 
 
-def _fqn(entry: Entry) -> str:
-    return entry.fqn
-
-
 def _found(entries: Sequence[_Entry], fqn: str) -> _Entry | None:
     """The entry of this name among those sorted by name, or None."""
     place = bisect_left(entries, fqn, key=_fqn)
     return entries[place] if place < len(entries) and entries[place].fqn == fqn else None
-
-
-def _renamed(entry: Entry, path: Path) -> Entry:
-    return entry if entry.path == path else replace(entry, fqn=".".join(map(str, path)), path=path)
-
-
-def replicas_differ(where: Mapping[str, str]) -> UnsupportedError:
-    """The error for tensors that differ between ranks: by name, the rows and the ranks.
-
-    It is the same wherever it is found: none of them is known to be right, so none is taken.
-    """
-    shown = text.some([f"{fqn} {place}" for fqn, place in where.items()])
-    return UnsupportedError(
-        "Ranks that should hold the same rows hold different ones, so it is not known which is "
-        f"right: {shown}.",
-        hint="A file is of another save or step, or replicas drifted apart in training. Bring the "
-        "file of this save, or leave them out with -x.",
-        about=where,
-    )

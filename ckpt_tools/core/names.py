@@ -12,10 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from glob import escape
 
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Path, Section
 from ckpt_tools.core.options import option, repeated
-from ckpt_tools.errors import AnswerNo, Instead, NoSuchEntry, UsageError, Way
+from ckpt_tools.errors import AnswerNo, CheckpointError, Instead, NoSuchEntry, UsageError, Way
 
 # Wrapper modules leave one of these components in a parameter's name: torch.compile, FSDP1, and
 # torch.distributed.algorithms' checkpoint_wrapper.
@@ -48,6 +49,7 @@ _SCHEDULERS = frozenset({"lr_scheduler", "lr_schedulers", "scheduler", "schedule
 _SCHEDULER_STEPS = frozenset({"last_epoch", "_step_count"})
 _OF_JOB = _OUTER | {"extra", "extra_state", "timestamp", "meta"}
 
+_FEW = 3  # objects that are left out by name
 _MAX_NEAR = 5
 # difflib is slow: of more names than these, only those with the same last part are compared.
 _MAX_COMPARED = 5_000
@@ -272,6 +274,35 @@ def select(index: CheckpointIndex, wanted: Filters) -> CheckpointIndex:
             instead=Instead(index.root, ways) if ways else None,
         )
     return index.select(fqns | lost)
+
+
+def require_chosen(index: CheckpointIndex) -> None:
+    """Raise what keeps what was chosen from being whole, with what could be chosen instead."""
+    try:
+        index.require_whole()
+    except CheckpointError as error:
+        options = _whole_part(index) if error.instead is None else ()
+        if not options:
+            raise
+        other = error.concerning(error.about)
+        other.instead = Instead(index.root, (Way(options=options),))
+        raise other from error.__cause__
+
+
+def _whole_part(index: CheckpointIndex) -> tuple[str, ...]:
+    """Options that leave out what problems are of: a few objects or parts of a folder, which are
+    lost under ``NAME.*``, or all but a whole model.
+    """
+    if not all(problem.about for problem in index.problems):
+        return ()
+    damaged = frozenset().union(*(problem.about for problem in index.problems))
+    parts = {name for name in index.lost if name.endswith(".*")}
+    if len(damaged) <= _FEW and damaged <= parts | {entry.fqn for entry in index.objects}:
+        named = [fqn if fqn in parts else escape(fqn) for fqn in sorted(damaged)]
+        return tuple(word for name in named for word in ("-x", name))
+    model = [entry.fqn for entry in index.entries if entry.section == "model"]
+    is_whole = bool(model) and not index.lost and damaged.isdisjoint(model)
+    return ("--only", "model") if is_whole else ()
 
 
 def _may_hold(lost: str, section: Section) -> bool:

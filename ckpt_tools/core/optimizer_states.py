@@ -8,37 +8,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import NamedTuple
 
-
-class OptimizerKind(NamedTuple):
-    """An optimizer, and the keys that it keeps for a parameter (a counter of steps not counted)."""
-
-    name: str
-    states: frozenset[str]
-
-
-# The first whose keys are all there is meant, so those with more keys come first.
-_KINDS = (
-    OptimizerKind(
-        "Adam or AdamW with amsgrad", frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
-    ),
-    OptimizerKind("NAdam", frozenset({"exp_avg", "exp_avg_sq", "mu_product"})),
-    OptimizerKind("Adam or AdamW", frozenset({"exp_avg", "exp_avg_sq"})),
-    OptimizerKind("AdamW, schedule-free", frozenset({"z", "exp_avg_sq"})),
-    OptimizerKind("Adam or AdamW in 8 bits", frozenset({"state1", "state2", "qmap1", "qmap2"})),
-    OptimizerKind("SGD or Lion in 8 bits", frozenset({"state1", "qmap1"})),
-    OptimizerKind("Adamax", frozenset({"exp_avg", "exp_inf"})),
-    OptimizerKind("Adafactor", frozenset({"row_var", "col_var"})),
-    OptimizerKind("Adadelta", frozenset({"square_avg", "acc_delta"})),
-    OptimizerKind("RMSprop", frozenset({"square_avg"})),
-    OptimizerKind("Rprop", frozenset({"prev", "step_size"})),
-    OptimizerKind("ASGD", frozenset({"ax", "eta", "mu"})),
-    OptimizerKind("Lion, or another that keeps one average", frozenset({"exp_avg"})),
-    OptimizerKind("SGD with momentum, or Muon", frozenset({"momentum_buffer"})),
-    OptimizerKind("Adagrad", frozenset({"sum"})),
-    OptimizerKind("SGD, schedule-free", frozenset({"z"})),
-)
+# The keys that each keeps, a counter of steps not counted. The first whose keys are all there is
+# meant, so those with more keys come first.
+STATES_OF = {
+    "Adam or AdamW with amsgrad": frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    "NAdam": frozenset({"exp_avg", "exp_avg_sq", "mu_product"}),
+    "Adam or AdamW": frozenset({"exp_avg", "exp_avg_sq"}),
+    "AdamW, schedule-free": frozenset({"z", "exp_avg_sq"}),
+    "Adam or AdamW in 8 bits": frozenset({"state1", "state2", "qmap1", "qmap2"}),
+    "SGD or Lion in 8 bits": frozenset({"state1", "qmap1"}),
+    "Adamax": frozenset({"exp_avg", "exp_inf"}),
+    "Adafactor": frozenset({"row_var", "col_var"}),
+    "Adadelta": frozenset({"square_avg", "acc_delta"}),
+    "RMSprop": frozenset({"square_avg"}),
+    "Rprop": frozenset({"prev", "step_size"}),
+    "ASGD": frozenset({"ax", "eta", "mu"}),
+    "Lion, or another that keeps one average": frozenset({"exp_avg"}),
+    "SGD with momentum, or Muon": frozenset({"momentum_buffer"}),
+    "Adagrad": frozenset({"sum"}),
+    "SGD, schedule-free": frozenset({"z"}),
+}
 
 # State that has the parameter's own shape, in every optimizer of torch that has it; in some others
 # it is one number.
@@ -60,7 +50,6 @@ def megatron_state(name: str) -> tuple[str, str] | None:
     return None if match is None else (match[2], match[1])
 
 
-def kind_of(keys: Collection[str]) -> OptimizerKind | None:
-    """The optimizer that keeps these keys, None when none is known to."""
-    states = set(keys)
-    return next((kind for kind in _KINDS if kind.states <= states), None)
+def kind_of(keys: Collection[str]) -> str | None:
+    """The name of the optimizer that keeps these keys, None when none is known to."""
+    return next((name for name, states in STATES_OF.items() if states <= set(keys)), None)

@@ -317,7 +317,7 @@ def placed_tree(
     """What is to be written, in the containers that ``tree`` has for the names; see `completed`."""
     placed: list[Target | ObjectEntry] = [*targets, *objects]
     by_fqn = {one.fqn: one for one in placed}
-    return completed(tree, placed).map(by_fqn.__getitem__)
+    return completed(tree, [(one.fqn, one.path) for one in placed]).map(by_fqn.__getitem__)
 
 
 def object_entry_as_tensor(entry: ObjectEntry) -> TensorEntry:

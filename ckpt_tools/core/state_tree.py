@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeAlias, TypeVar, Union
+from typing import Generic, Literal, TypeAlias, TypeVar, Union
 
 from ckpt_tools.errors import UnsupportedError
 
@@ -141,13 +141,10 @@ class Branch(Generic[L]):
         What becomes None leaves a dict with its key, and its place in a list or tuple empty.
         """
 
-        def leaf(value: L) -> Tree[M]:
-            return change(value)
-
         def branch(old: Branch[L], items: list[Tree[M]]) -> Tree[M]:
             return old.holding(items)
 
-        return _root(self.fold(leaf, branch), self)
+        return _root(self.fold(change, branch), self)
 
     def map_places(self, change: Callable[[Path, L], Tree[M]]) -> Branch[M]:
         """As `map`; ``change`` is given the path of each leaf, too."""
@@ -328,25 +325,15 @@ def _twice(path: Path) -> UnsupportedError:
     )
 
 
-class Placed(Protocol):
-    """What has a name and a place in a state dict."""
-
-    @property
-    def fqn(self) -> str: ...  # noqa: D102 (said above)
-
-    @property
-    def path(self) -> Path: ...  # noqa: D102
-
-
-def completed(tree: Branch[str], placed: Sequence[Placed]) -> Branch[str]:
-    """The tree without names that nothing placed has, and with all that are placed, at their paths.
+def completed(tree: Branch[str], placed: Sequence[tuple[str, Path]]) -> Branch[str]:
+    """The tree without names that are not placed, and with all that are, at their paths.
 
     Raises UnsupportedError for paths that exclude one another.
     """
-    fqns = {one.fqn for one in placed}
+    fqns = {fqn for fqn, _ in placed}
     held = set(tree.leaves())
     kept = tree if held <= fqns else tree.filter(fqns.__contains__)
-    rest = of_paths((one.path, one.fqn) for one in placed if one.fqn not in held)
+    rest = of_paths((path, fqn) for fqn, path in placed if fqn not in held)
     if not kept.items:
         return rest if rest.items else kept
     return merge(kept, rest) if rest.items else kept

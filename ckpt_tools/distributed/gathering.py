@@ -14,9 +14,10 @@ import numpy as np  # noqa: TID253 - only the engine `gather` comes here
 
 from ckpt_tools import formats
 from ckpt_tools.copying.read import stream_box
+from ckpt_tools.core.coverage import replicas_differ
 from ckpt_tools.core.crc import KnownCrcs, crc32
 from ckpt_tools.core.geometry import Box, row_major_strides
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry, replicas_differ
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, on_mesh
 from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem
 from ckpt_tools.core.sizes import Sizes

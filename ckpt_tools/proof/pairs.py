@@ -15,6 +15,7 @@ from ckpt_tools.copying.parallel import in_threads
 from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.names import require_chosen
 from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.progress import Tally
 from ckpt_tools.core.records import Json, as_json
@@ -127,7 +128,7 @@ def equal_bits(a: TensorEntry, b: TensorEntry, files: Files, tally: Tally) -> bo
 def whole_and_located(index: CheckpointIndex, files: Files) -> LocatedIndex:
     """The index as its values are read. Raises what keeps it from being whole."""
     located = formats.locate(index, files)
-    located.require_chosen()
+    require_chosen(located)
     return located
 
 

@@ -1,15 +1,14 @@
-"""Boxes: their laws, and the runs and slabs that turn them into memory."""
+"""Boxes: their laws, and the slabs that they are worked on in."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from math import prod
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.core.geometry import Box, row_major_strides, runs, slabs
+from ckpt_tools.core.geometry import Box, row_major_strides, slabs
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -35,21 +34,6 @@ def elements(box: Box, within: Box) -> np.ndarray:
     places = np.arange(within.numel).reshape(within.sizes)
     start = box.relative_to(within).offsets
     return places[tuple(slice(a, a + n) for a, n in zip(start, box.sizes, strict=True))].ravel()
-
-
-@given(pairs())
-def test_runs_are_the_elements_of_the_box_in_order(pair: tuple[Box, Box]) -> None:
-    outer, inner = pair
-    places = [
-        place for run in runs(inner, outer) for place in range(run.start, run.start + run.numel)
-    ]
-    assert places == list(elements(inner, outer))
-
-
-@given(pairs())
-def test_runs_are_maximal(pair: tuple[Box, Box]) -> None:
-    outer, inner = pair
-    assert all(a.start + a.numel < b.start for a, b in pairwise(runs(inner, outer)))
 
 
 @given(pairs(), st.integers(1, 50))
@@ -94,10 +78,9 @@ def test_row_major_strides_are_numpys(shape: tuple[int, ...]) -> None:
         assert row_major_strides(shape) == np.empty(shape, np.int8).strides
 
 
-def test_a_scalar_is_one_element_in_one_run_and_one_slab() -> None:
+def test_a_scalar_is_one_element_in_one_slab() -> None:
     scalar = Box((), ())
     assert scalar.numel == prod(()) == 1
-    assert [tuple(run) for run in runs(scalar, scalar)] == [(0, 1)]
     assert list(slabs(scalar, max_numel=1)) == [scalar]
 
 

@@ -7,10 +7,9 @@ most tensors, and kept once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from operator import add
-from typing import NamedTuple, TypeAlias, overload
+from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
@@ -27,9 +26,6 @@ from ckpt_tools.formats.dcp.checks import rank_of
 from ckpt_tools.formats.dcp.items import TORCH_SAVE, ZSTD
 from ckpt_tools.formats.dcp.metadata import Storage, StorageInfo
 
-# The constructors that NamedTuple generates would take two seconds of a million chunks.
-_make = tuple.__new__
-
 
 class _DataFile(NamedTuple):
     """What a relative path and its transforms mean: file, packing of items, and who wrote it."""
@@ -37,51 +33,6 @@ class _DataFile(NamedTuple):
     path: str
     codec: str
     rank: int | None
-
-
-_Slice: TypeAlias = "slice[int | None, int | None, int | None]"
-
-
-class StoredChunks(GridChunks):
-    """Chunks of one codec, each made when it is asked for; ``starts`` and ``lengths`` in bytes.
-
-    Without a codec the bytes are the elements, packed row-major.
-    """
-
-    __slots__ = ("codec", "lengths", "starts")
-
-    def __init__(
-        self, grid: Grid, starts: Sequence[int], lengths: Sequence[int], codec: str | None
-    ) -> None:
-        super().__init__(grid)
-        self.starts = starts
-        self.lengths = lengths
-        self.codec = codec
-
-    def ends(self) -> Iterator[tuple[str, int]]:
-        """The file of each chunk, and the byte after its last."""
-        return zip(self.grid.paths, map(add, self.starts, self.lengths), strict=True)
-
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, index: _Slice) -> Sequence[Chunk]: ...
-    def __getitem__(self, index: int | _Slice) -> Chunk | Sequence[Chunk]:
-        """One chunk, or a list of them."""
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        grid = self.grid
-        data = ByteRange(grid.paths[index], self.starts[index], self.lengths[index])
-        return Chunk(grid.boxes[index], data, codec=self.codec, rank=grid.ranks[index])
-
-    def __iter__(self) -> Iterator[Chunk]:
-        """Every chunk, in order."""
-        codec, grid = self.codec, self.grid
-        for box, path, rank, start, length in zip(
-            grid.boxes, grid.paths, grid.ranks, self.starts, self.lengths, strict=True
-        ):
-            data = _make(ByteRange, (path, start, length))
-            yield _make(Chunk, (box, data, None, codec, (), rank, None))
 
 
 class StoredItems:
@@ -119,7 +70,7 @@ class StoredItems:
             paths, ranks = (place.path for place in places), (place.rank for place in places)
             grid = self._grids[key] = Grid(boxes, tuple(paths), tuple(ranks))
         starts, lengths = [info.offset for info in infos], [info.length for info in infos]
-        return StoredChunks(grid, starts, lengths, self._place(key[1][0], transforms).codec)
+        return GridChunks(grid, starts, lengths, self._place(key[1][0], transforms).codec)
 
     def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
         place = self._place(info.relative_path, info.transforms)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core import names
+from ckpt_tools.core.coverage import replicas_differ
 from ckpt_tools.core.index import (
     NO_TREE,
     CheckpointIndex,
@@ -16,7 +17,6 @@ from ckpt_tools.core.index import (
     Path,
     Section,
     TensorEntry,
-    replicas_differ,
 )
 from ckpt_tools.core.plain_values import are_same
 from ckpt_tools.core.state_tree import Branch, merge

@@ -16,9 +16,9 @@ from typing import Generic, Protocol, TypeVar
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
+from ckpt_tools.copying.out_path import Standing
 from ckpt_tools.copying.parallel import memory_text
 from ckpt_tools.copying.resume import OutputPlace
-from ckpt_tools.copying.standing import Standing
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import DType

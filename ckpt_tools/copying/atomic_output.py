@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 
-from ckpt_tools.copying import standing
 from ckpt_tools.copying.origin import Origin, writing_from
 from ckpt_tools.copying.out_path import (
+    Standing,
+    appeared,
     existing_parent,
+    is_linked,
     partial_of,
+    place_file,
+    place_folder,
     real,
     refuse_source,
     replaced_of,
@@ -33,7 +37,6 @@ from ckpt_tools.copying.resume import (
     remove,
     sync_files,
 )
-from ckpt_tools.copying.standing import Standing
 from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.progress import ignore_note
@@ -150,16 +153,15 @@ def _recover(out: str, *, resume: bool) -> bool:
     """
     replaced = replaced_of(out)
     with held(partial_of(out)) as manifest:
-        if manifest.has("complete") and standing.is_placed(manifest.result, out):
+        if manifest.has("complete") and is_linked(manifest.result, out):
             os.unlink(manifest.result)
-        is_placed = manifest.has("complete") and not os.path.lexists(manifest.result)
-        if is_placed and os.path.lexists(out):
+        if manifest.is_placed and os.path.lexists(out):
             if not resume:
                 _tidy(manifest, out)
             return resume
         if manifest.has("replacing") and os.path.lexists(replaced) and not os.path.lexists(out):
             os.rename(replaced, out)
-        if is_placed or manifest.origin is None:
+        if manifest.is_placed or manifest.origin is None:
             manifest.remove()
         return False
 
@@ -237,8 +239,8 @@ def open_output(spec: OutputSpec) -> Iterator[Left]:
     _refuse_obstacles(spec.out, spec.single_file)
     with held(spec.place.partial) as manifest:
         with _undone_if_unstarted(manifest, spec):
-            if os.path.lexists(spec.out) and spec.before is None and not _is_placed(manifest):
-                raise standing.appeared(spec.out)
+            if os.path.lexists(spec.out) and spec.before is None and not manifest.is_placed:
+                raise appeared(spec.out)
             left = _start(manifest, spec)
         with _kept_on_failure(manifest, spec):
             _check_space(spec.out, left[0])
@@ -357,18 +359,14 @@ def _kept(manifest: Manifest, spec: OutputSpec) -> str | None:
     if not finished and not manifest.has("complete"):
         manifest.remove()
         return None
-    if manifest.has("complete") and not os.path.lexists(manifest.result):
-        return None  # it is in place already
+    if manifest.is_placed:
+        return None
     if manifest.has("complete"):
         return f"All is written in {partial}: run the same command with --resume to finish it."
     return (
         f"{_progress(finished, spec)} are finished and kept in {partial}: the same command "
         "with --resume continues; delete that folder to discard it."
     )
-
-
-def _is_placed(manifest: Manifest) -> bool:
-    return manifest.has("complete") and not os.path.lexists(manifest.result)
 
 
 def _publish(manifest: Manifest, spec: OutputSpec) -> None:
@@ -396,14 +394,14 @@ def _put_file(result: str, spec: OutputSpec) -> None:
         _keep_mode(spec.out, result)
         os.replace(result, spec.out)
         return
-    standing.place_file(result, spec.out)
+    place_file(result, spec.out)
 
 
 def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
     """Rename the new folder to OUT, with links to the files of the user in the old one."""
     out = spec.out
     if spec.before is None:
-        standing.place_folder(manifest.place.folder, out)
+        place_folder(manifest.place.folder, out)
         return
     is_lost = partial(_is_lost, spec, {file.path for file in spec.plans.files})
     spec.before.require(out, is_lost, named=out)

@@ -23,7 +23,7 @@ from typing import Literal
 from ckpt_tools.copying.origin import Origin
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.errors import OutputExistsError, WriteError, unwritable
-from ckpt_tools.storage.unfinished import MANIFEST
+from ckpt_tools.storage.paths import MANIFEST
 
 # All is written and durable · the old OUT is about to make room for the new one.
 Mark = Literal["complete", "replacing"]
@@ -217,6 +217,11 @@ class Manifest:
     def has(self, mark: Mark) -> bool:
         """Whether the output got as far as this mark, in this run or an earlier one."""
         return mark in self._marks
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether all is written, and has been renamed to its place."""
+        return self.has("complete") and not os.path.lexists(self.result)
 
     def mark(self, mark: Mark) -> None:
         """Note, durably, how far the output has come."""

@@ -33,7 +33,7 @@ from ckpt_tools.formats import (
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.registry import detect, rank_of
 from ckpt_tools.formats.runs import Saved
-from ckpt_tools.storage import paths, unfinished
+from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import refuse_special
 
 _MAX_DEPTH = 4
@@ -61,7 +61,7 @@ def read_index(path: str, options: ReadOptions = ReadOptions()) -> CheckpointInd
     finished, UnsupportedError for a format of other tools, UnreadableError when there are several
     checkpoints, which its hint lists.
     """
-    unfinished.refuse_unfinished(path)
+    paths.refuse_unfinished(path)
     return read_written(path, options=options)
 
 
@@ -78,8 +78,8 @@ def read_written(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoi
         return _with_states(tensor_parallel.read_index(place, cut, options), before)
     if not is_checkpoint(place):
         place = _only_one_inside(place, options)
-        if unfinished.is_unfinished(place):
-            unfinished.refuse_unfinished(place)
+        if paths.is_unfinished(place):
+            paths.refuse_unfinished(place)
     index, shown_by = _read_place(place, options)
     framework = index.framework
     notes = list(index.notes)
@@ -106,7 +106,7 @@ def _format_of(path: str) -> str | None:
 
 def _is_listed(path: str) -> bool:
     """Whether this is shown where checkpoints are looked for; reading it may say what is wrong."""
-    return unfinished.is_unfinished(path) or is_checkpoint(path)
+    return paths.is_unfinished(path) or is_checkpoint(path)
 
 
 def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
@@ -284,7 +284,7 @@ def of_step(path: str, step: int | None) -> str:
     if not paths.is_dir(path):
         return path  # reading it will say what it is
     saves = checkpoints_in(path)
-    finished = [one for one in saves if not unfinished.is_unfinished(one.path)]
+    finished = [one for one in saves if not paths.is_unfinished(one.path)]
     stepped = [one for one in finished if one.step is not None]
     if not stepped and is_checkpoint(path) and step in (None, runs.step_of(paths.absolute(path))):
         return path
@@ -294,7 +294,7 @@ def of_step(path: str, step: int | None) -> str:
 def steps_in(path: str) -> list[int]:
     """The steps of a run's finished checkpoints, the newest last; none of a lone checkpoint."""
     saves = checkpoints_in(path) if paths.is_dir(path) else []
-    finished = [one for one in saves if not unfinished.is_unfinished(one.path)]
+    finished = [one for one in saves if not paths.is_unfinished(one.path)]
     return sorted({one.step for one in finished if one.step is not None})
 
 

@@ -23,7 +23,6 @@ from glob import escape
 
 from ckpt_tools.core.index import CheckpointIndex, Path
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.unfinished import SUFFIX
 
 # A model or an optimizer of Accelerate, its number, and the rank of a file of one.
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_(\d+))?(?:_rank(?:\d+|\*))?(?:\.bin)?")
@@ -81,7 +80,8 @@ def _beside(index: CheckpointIndex) -> list[str]:
     return [
         os.path.join(folder, name)
         for name in sorted(names)
-        if name + SUFFIX not in names and not name.endswith((SUFFIX, ".replaced"))
+        if name + paths.UNFINISHED not in names
+        and not name.endswith((paths.UNFINISHED, ".replaced"))
     ]
 
 

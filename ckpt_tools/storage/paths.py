@@ -18,9 +18,12 @@ from itertools import islice
 from typing import BinaryIO
 
 from ckpt_tools.core.index import FileState
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.storage import fsspec_store
 
+# Outputs of this program that are not finished: folders ``OUT.partial`` with a manifest.
+UNFINISHED = ".partial"
+MANIFEST = ".manifest"
 _ASKED = 256  # a file system of a cluster takes a millisecond for each file
 _LONGEST = 4096  # bytes of a path: Linux's own limit
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -293,3 +296,26 @@ def normal(path: str) -> str:
 def joined(folder: str, name: str) -> str:
     """The path of a name below a folder, without doubled slashes or a leading ``./``."""
     return normal(os.path.join(folder, name))
+
+
+def is_unfinished(path: str) -> bool:
+    """Whether exactly this folder is an output of this program that is not finished.
+
+    Files in it are not all there, or have their full length and zeros where nothing is written yet:
+    a reader that looks at lengths and headers would take them for whole.
+    """
+    named = path.rstrip(os.sep).endswith(UNFINISHED) and not is_address(path)
+    return named and os.path.isfile(os.path.join(path, MANIFEST))
+
+
+def refuse_unfinished(path: str) -> None:
+    """Raise IncompleteError for an unfinished output, and for what is in one."""
+    around = "" if is_address(path) else os.path.realpath(path)
+    while around.strip(os.sep):
+        if is_unfinished(around):
+            raise IncompleteError(
+                f"{path} is an output of ckpt-tools that is not finished: it is being written, or "
+                "that was interrupted.",
+                hint="Run the command that writes it again with --resume, or remove it.",
+            )
+        around = os.path.dirname(around)

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tools import api
 from ckpt_tools.convert.write import WriteOptions
-from ckpt_tools.copying import standing
+from ckpt_tools.copying.out_path import place_file
 from ckpt_tools.errors import OutputExistsError
 from ckpt_tools.formats import read_index
 
@@ -97,7 +97,7 @@ def test_a_file_system_without_links_is_looked_at_before_the_rename(
     if appears:
         out.write_bytes(b"theirs")
         with pytest.raises(OutputExistsError):
-            standing.place_file(str(made), str(out))
+            place_file(str(made), str(out))
     else:
-        standing.place_file(str(made), str(out))
+        place_file(str(made), str(out))
     assert out.read_bytes() == (b"theirs" if appears else b"new")

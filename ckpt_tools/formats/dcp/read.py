@@ -30,10 +30,10 @@ from ckpt_tools.errors import (
     UnsupportedError,
     unreadable,
 )
-from ckpt_tools.formats.dcp import per_rank, safetensors_data
+from ckpt_tools.formats.dcp import per_rank
 from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
-from ckpt_tools.formats.dcp.items import tensors_in
+from ckpt_tools.formats.dcp.items import TORCH_SAVE, tensors_in
 from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
 from ckpt_tools.formats.dcp.objects import open_containers
 from ckpt_tools.formats.dcp.per_rank import RANK_METADATA, Union
@@ -103,7 +103,10 @@ def _read_index(path: str) -> CheckpointIndex:
     )
     index = per_rank.with_replicas(index, union.written_twice) if union.written_twice else index
     with Files() as files:
-        index = safetensors_data.resolve(index, files)
+        if _lengths_are_bare(index):
+            from ckpt_tools.formats.dcp import safetensors_data  # late: few directories have such
+
+            index = safetensors_data.resolve(index, files)
         if union.written_twice or union.complaints:
             index = per_rank.compared(index, union.written_twice, union.complaints, files)
         if not metadata.planner_data:
@@ -111,6 +114,20 @@ def _read_index(path: str) -> CheckpointIndex:
         index = replace(index, problems=(*index.problems, *problems_of(index, sizes)))
         index = open_containers(index, files)
     return _classified(index) if index.packed else index
+
+
+def _lengths_are_bare(index: CheckpointIndex) -> bool:
+    """Whether `.metadata` gives an item the length of its elements alone, as it does only here.
+
+    An item that is a torch.save archive is longer, a compressed one has a transform. So a usual
+    directory is recognised without reading its data files.
+    """
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            if 0 not in chunk.box.sizes:
+                is_archive = chunk.codec == TORCH_SAVE
+                return is_archive and chunk.data.length == chunk.box.numel * entry.dtype.itemsize
+    return False
 
 
 def _entries(

@@ -1,27 +1,25 @@
 """DCP directories whose data files are safetensors (`SerializationFormat.SAFETENSORS`).
 
-`.metadata` does not say that they are, but its lengths tell. For every tensor of a file it gives
-the byte at which the safetensors data begins (objects lie before it, each where `.metadata` says):
-the byte ranges come from the header found there, which names the first element of each shard in
-``DCP_SHARDING_INFO``.
+`.metadata` does not say that they are, but its lengths tell (`read`). For every tensor of a file it
+gives the byte at which the safetensors data begins (objects lie before it, each where `.metadata`
+says): the byte ranges come from the header found there, which names the first element of each shard
+in ``DCP_SHARDING_INFO``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.dcp import SAFETENSORS
-from ckpt_tools.formats.dcp.items import TORCH_SAVE
 from ckpt_tools.formats.foreign import sniff
+from ckpt_tools.formats.safetensors.header import Stored, read_header
 from ckpt_tools.storage.reader import Files
-
-if TYPE_CHECKING:
-    from ckpt_tools.formats.safetensors.header import Stored
 
 
 class _Shard(NamedTuple):
@@ -39,8 +37,6 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     says of it becomes a problem.
     """
     lengths = {file.path: file.length or 0 for file in index.files}
-    if not _lengths_are_bare(index):
-        return index
     first = _first_place(index, lengths)
     if first is None or sniff(files.read(*first, 9)) != "safetensors":
         return index
@@ -67,20 +63,6 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     return replace(index, format=SAFETENSORS.name, tensors=tuple(tensors), problems=tuple(problems))
 
 
-def _lengths_are_bare(index: CheckpointIndex) -> bool:
-    """Whether `.metadata` gives an item the length of its elements alone, as it does only here.
-
-    An item that is a torch.save archive is longer, a compressed one has a transform. So a usual
-    directory is recognised without reading its data files.
-    """
-    for entry in index.tensors:
-        for chunk in entry.chunks:
-            if 0 not in chunk.box.sizes:
-                is_archive = chunk.codec == TORCH_SAVE
-                return is_archive and chunk.data.length == chunk.box.numel * entry.dtype.itemsize
-    return False
-
-
 def _first_place(index: CheckpointIndex, lengths: Mapping[str, int]) -> tuple[str, int] | None:
     """The first byte of some tensor data that is there; missing files are reported elsewhere."""
     for entry in index.tensors:
@@ -92,9 +74,6 @@ def _first_place(index: CheckpointIndex, lengths: Mapping[str, int]) -> tuple[st
 
 def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:
     """The shards of one data file, with the offsets in its header."""
-    # Late, as json below: every directory of DCP comes by here, and few hold safetensors.
-    from ckpt_tools.formats.safetensors.header import read_header
-
     header = read_header(files, path, offset=start)
     offsets = _saved_offsets(header.metadata, path)
     for fqn, stored in header.tensors.items():
@@ -102,8 +81,6 @@ def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Store
 
 
 def _saved_offsets(metadata: Mapping[str, str], path: str) -> dict[str, tuple[int, ...]]:
-    import json
-
     try:
         info = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
         return {fqn: tuple(map(int, shard["saved_offsets"])) for fqn, shard in info.items()}

@@ -15,19 +15,14 @@ from ckpt_tools.errors import AnswerNo, UnreadableError, paths_instead
 
 # What names say of a step, the surest first: ep1-ba200, epoch=1-step=200.ckpt, global_step_200,
 # iter_0000200, checkpoint-200, epoch_2, and a bare number.
-_STEPS = tuple(
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
-        r"(?<![a-z])ba(\d+)",
-        r"(?<![a-z])(?<!target_)steps?[-_=]?(\d+)",  # Modalities adds that of the run's end
-        r"(?<![a-z])iter(?:ation)?[-_=]?(\d+)",
-        r"(?<![a-z])(?:checkpoint|ckpt)[-_=]?(\d+)",
-        r"(?<![a-z])ep(?:och)?[-_=]?(\d+)",
-        r"\A(\d+)(?:\.[a-z]+)?\Z",
-    )
+_STEPS = (
+    r"(?<![a-z])ba(\d+)",
+    r"(?<![a-z])(?<!target_)steps?[-_=]?(\d+)",  # Modalities adds that of the run's end
+    r"(?<![a-z])iter(?:ation)?[-_=]?(\d+)",
+    r"(?<![a-z])(?:checkpoint|ckpt)[-_=]?(\d+)",
+    r"(?<![a-z])ep(?:och)?[-_=]?(\d+)",
+    r"\A(\d+)(?:\.[a-z]+)?\Z",
 )
-
-
 _SHOWN = 10  # steps of a run in an error
 
 
@@ -48,7 +43,7 @@ def step_of(path: str) -> int | None:
     """The step in the name of a file, or of the nearest folder that tells one."""
     for name in reversed(path.split(os.sep)):
         for pattern in _STEPS:
-            steps = pattern.findall(name)
+            steps = re.findall(pattern, name, re.IGNORECASE)
             if steps:
                 return int(steps[-1])
     return None

@@ -313,7 +313,7 @@ def _counts(own: str) -> Iterator[_Count]:
         before, after = name[: number.start()], name[number.end() :]
         if re.search(_NO_COUNT, before):
             continue
-        listed = _names(folder) if listed is None else listed
+        listed = paths.names_in(folder) if listed is None else listed
         found = {**_numbered(folder, before, after, listed), int(number[0]): own}
         total = re.match(_OF, after)
         is_rank = _is_of_ranks(before, after)
@@ -331,7 +331,7 @@ def _counts(own: str) -> Iterator[_Count]:
         for number in re.finditer(r"\d+", name):
             before, after = name[: number.start()], name[number.end() :]
             if re.search(_AT_FOLDER, before):
-                found = _numbered(folder, before, after, _names(folder), below)
+                found = _numbered(folder, before, after, paths.names_in(folder), below)
                 found[int(number[0])] = own
                 if 0 in found and _consecutive(found):
                     yield _Count(found, is_rank=True)
@@ -344,13 +344,6 @@ def _is_of_ranks(before: str, after: str) -> bool:
     it say.
     """
     return bool(re.search(_AT_NUMBER, before) or re.match(_OF, after))
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return paths.listdir(folder)
-    except OSError:
-        return []
 
 
 def _numbered(

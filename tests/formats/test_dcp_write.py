@@ -24,6 +24,7 @@ from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch, dict_of, list_of
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.dcp import write as dcp_write
+from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -54,8 +55,7 @@ class Twin:
         self.plans = dcp_write.plan_files(
             targets,
             index.objects,
-            world_size=mesh.size,
-            tree=index.nesting,
+            options=PlanOptions(mesh=mesh, tree=index.nesting),
         )
         write_plans(self.plans, out)
         self.our_metadata = metadata(out)
@@ -154,7 +154,7 @@ def test_the_same_input_gives_the_same_plans(tmp_path: Path) -> None:
 def plan(
     targets: Sequence[Target], objects: Sequence[ObjectEntry] = (), *, world_size: int
 ) -> list[FilePlan]:
-    return dcp_write.plan_files(targets, objects, world_size=world_size)
+    return dcp_write.plan_files(targets, objects, options=PlanOptions(mesh=Mesh((world_size,))))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "uint16", "uint64", "float8_e4m3fn", "complex64"])
@@ -278,7 +278,7 @@ def test_keys_are_text_in_the_paths_and_places_are_numbers_as_torch_flattens_the
     paths = {"state.0.step": ("state", "0", "step"), "param_groups.0.lr": ("param_groups", 0, "lr")}
     objects = [value_object(fqn, 1, path=path) for fqn, path in paths.items()]
     tree = dict_of({"state": state, "param_groups": groups})
-    write_plans(dcp_write.plan_files([], objects, world_size=1, tree=tree), tmp_path)
+    write_plans(dcp_write.plan_files([], objects, options=PlanOptions(tree=tree)), tmp_path)
     assert list(metadata(tmp_path).planner_data.items()) == list(paths.items())
 
 

@@ -15,12 +15,13 @@ from ckpt_tools import formats
 from ckpt_tools.core.layout import Layout, Mesh, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import rank_files
-from ckpt_tools.formats.rank_files.write import plan_files
+from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.formats.torch_file.generations import (
     GENERATIONS,
     NEWEST,
     Generation,
     parse_version,
+    version_text,
     written_by,
 )
 
@@ -53,7 +54,8 @@ def test_what_is_written_for_a_torch_is_read_as_written_by_it(
     row: Generation, tmp_path: Path
 ) -> None:
     target = Source(tmp_path).target("w", np.arange(4.0), layout=Layout(Mesh((2,)), (Shard(0),)))
-    plans = plan_files([target], [], mesh=Mesh((2,)), device_type="cpu", torch_version=row.last)
+    options = PlanOptions(mesh=Mesh((2,)), device_type="cpu", torch_version=version_text(row.last))
+    plans = rank_files.FORMAT.plan_files([target], [], options=options)
     write_plans(plans, tmp_path / "out")
     assert torch_of(tmp_path / "out") == str(row)
 

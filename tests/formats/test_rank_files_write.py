@@ -25,11 +25,19 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt_tools import formats
+from ckpt_tools.core.index import ObjectEntry
 from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
-from ckpt_tools.core.plan import Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.rank_files.write import plan_files
-from ckpt_tools.formats.torch_file.generations import Generation, generation_of, parse_version
+from ckpt_tools.formats import rank_files
+from ckpt_tools.formats.protocol import PlanOptions
+from ckpt_tools.formats.torch_file.generations import (
+    NEWEST,
+    Generation,
+    generation_of,
+    parse_version,
+    version_text,
+)
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -39,6 +47,22 @@ ONE_FILE = "rank_{rank}.pt"
 
 def torch_mesh(mesh: Mesh, rank: int, device_type: str = "cpu") -> DeviceMesh:
     return device_mesh(mesh.shape, rank=rank, names=mesh.dim_names, device_type=device_type)
+
+
+def plan_files(
+    targets: Sequence[Target],
+    objects: Sequence[ObjectEntry],
+    *,
+    mesh: Mesh,
+    device_type: str,
+    naming: str | None = None,
+    torch_version: tuple[int, int] = NEWEST.last,
+) -> LazyPlans:
+    version = version_text(torch_version)
+    options = PlanOptions(
+        mesh=mesh, device_type=device_type, rank_name=naming, torch_version=version
+    )
+    return rank_files.FORMAT.plan_files(targets, objects, options=options)
 
 
 def written(

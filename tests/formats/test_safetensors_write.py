@@ -17,6 +17,7 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
+from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.formats.safetensors import read as safetensors
 from ckpt_tools.formats.safetensors.write import plan_files
 
@@ -35,7 +36,8 @@ def target(fqn: str, shape: tuple[int, ...], dtype: DType = BY_NAME["float32"]) 
 def plan(
     targets: Sequence[Target], *, max_shard_size: int = 10**9, **metadata: str
 ) -> list[FilePlan]:
-    return plan_files(targets, max_shard_size=max_shard_size, metadata=metadata)
+    options = PlanOptions(max_shard_size=max_shard_size, metadata=metadata)
+    return plan_files(targets, options=options)
 
 
 def values(fqn: str, nbytes: int) -> bytes:
@@ -221,4 +223,4 @@ def test_a_tensor_with_a_hole_is_refused_before_anything_is_planned() -> None:
 @pytest.mark.parametrize(("limit", "basename"), [(0, "model"), (1, ""), (1, "a/b")])
 def test_shards_that_cannot_be_meant_are_refused(limit: int, basename: str) -> None:
     with pytest.raises(UsageError):
-        plan_files([], max_shard_size=limit, metadata={}, basename=basename)
+        plan_files([], options=PlanOptions(max_shard_size=limit, basename=basename))

@@ -19,8 +19,11 @@ from ckpt_tools.core.state_tree import Branch, list_of, nested
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 from ckpt_tools.formats.pickle.dump import dumps
 from ckpt_tools.formats.pickle.load import load_plain
+from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.formats.torch_file.write import plan_files
 from ckpt_tools.formats.zip.layout import lay_out
+
+W = PlanOptions(single_file="w.pt")
 
 
 def without_id(archive: bytes) -> bytes:
@@ -47,7 +50,9 @@ def test_the_file_is_torchs_own_but_for_the_serialization_id(filename: str, tmp_
     }
     targets = [source.target(fqn, array) for fqn, array in values.items()]
     objects = [value_object("step", 7), value_object("args.lr", 0.5)]
-    write_plans(plan_files(targets, objects, filename=filename), tmp_path / "ours")
+    write_plans(
+        plan_files(targets, objects, options=PlanOptions(single_file=filename)), tmp_path / "ours"
+    )
     tensors = {
         fqn.split(".")[1]: torch.tensor(
             array.tolist(), dtype=getattr(torch, array.dtype.name)
@@ -69,7 +74,7 @@ def test_torch_loads_every_kind_of_tensor(dtype: str, mmap: bool, tmp_path: Path
     raw = np.arange(6 * kind.itemsize, dtype=np.uint8)
     array = raw.view(np.dtype((np.void, kind.itemsize))).reshape(2, 3)
     target = Source(tmp_path).target("w", array, dtype=dtype)
-    write_plans(plan_files([target], [], filename="w.pt"), tmp_path)
+    write_plans(plan_files([target], [], options=W), tmp_path)
     loaded = torch.load(tmp_path / "w.pt", weights_only=True, mmap=mmap)["w"]
     assert (loaded.dtype, loaded.shape) == (kind, (2, 3))
     assert loaded.flatten().view(torch.uint8).tolist() == raw.tolist()
@@ -79,7 +84,7 @@ def test_a_tensor_that_the_source_does_not_cover_is_refused(tmp_path: Path) -> N
     target = Source(tmp_path).target("w", np.zeros(4))
     hollow = target._replace(entry=_without_chunks(target.entry))
     with pytest.raises(IncompleteError, match="w: chunks hold 0 of the 4 elements"):
-        plan_files([hollow], [], filename="w.pt")
+        plan_files([hollow], [], options=W)
 
 
 def _without_chunks(entry: object) -> object:
@@ -91,7 +96,7 @@ def _without_chunks(entry: object) -> object:
 def test_an_object_that_was_not_opened_is_refused() -> None:
     opaque = ObjectEntry("rng", ("rng",), "other", ByteRange("x", 0, 9), codec="torch.save")
     with pytest.raises(UnsupportedError, match="rng: an object of type unknown"):
-        plan_files([], [opaque], filename="w.pt")
+        plan_files([], [opaque], options=W)
 
 
 def test_each_container_is_pickled_as_its_own_kind() -> None:
@@ -141,4 +146,4 @@ def _archive(pickled: bytes) -> bytes:
 def test_an_entry_that_is_also_a_container_is_refused() -> None:
     objects = [value_object("a", 1), value_object("a.b", 1, path=("a", "b"))]
     with pytest.raises(UnsupportedError, match="both an entry and a container"):
-        plan_files([], objects, filename="w.pt")
+        plan_files([], objects, options=W)

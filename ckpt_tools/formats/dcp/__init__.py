@@ -78,7 +78,7 @@ class Dcp(PackageFormat):
     ) -> LazyPlans:
         from ckpt_tools.formats.dcp import write
 
-        return write.plan_files(targets, objects, world_size=options.mesh.size, tree=options.tree)
+        return write.plan_files(targets, objects, options=options)
 
 
 class DcpSafetensors(Dcp):

@@ -105,7 +105,7 @@ class _Opener:
         self._files = files
         self._lengths = lengths
         self._seen: dict[bytes, StoredTensor] = {}
-        self._known: KnownArchives[ItemContents] = KnownArchives()
+        self._known: KnownArchives[_ItemContents] = KnownArchives()
         self._window = min(_MAX_WINDOW, max(MAX_FRAME, _AHEAD // max(1, len(lengths))))
         self._windows: dict[str, Window] = {}
 
@@ -132,7 +132,7 @@ class _Opener:
         item = unpacked(self._files, chunk.data, str(chunk.codec))
         return self._as_found(entry, chunk, item, self._read(entry, chunk, item))
 
-    def _as_known(self, entry: TensorEntry, chunk: Chunk) -> ItemContents | None:
+    def _as_known(self, entry: TensorEntry, chunk: Chunk) -> _ItemContents | None:
         """What an item is, when it is like one that was read and as `.metadata` says."""
         if chunk.codec != TORCH_SAVE or not self._is_there(chunk.data):
             return None
@@ -158,7 +158,7 @@ class _Opener:
         return place
 
     def _as_found(
-        self, entry: TensorEntry, chunk: Chunk, item: ByteRange, place: ItemContents
+        self, entry: TensorEntry, chunk: Chunk, item: ByteRange, place: _ItemContents
     ) -> Chunk:
         """The chunk as raw elements, which lie in the item where it was found."""
         path, offset, _ = item
@@ -167,7 +167,7 @@ class _Opener:
         raw = _make(Chunk, (chunk.box, data, place.strides, sign, chunk.replicas, chunk.rank, None))
         return raw if sign is None else resolved(raw, entry.dtype, self._files)
 
-    def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> ItemContents:
+    def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> _ItemContents:
         """What an item is, from its own archive."""
         where = f"{item.path}, item of {entry.fqn}"
         archive = archive_of(self._files, item, where)
@@ -186,7 +186,7 @@ class _Opener:
         if itemsize > 1:
             torch_zip.require_little_endian(archive)
         offset = record.offset + start - item.offset
-        place = ItemContents(stored, offset, end - start, strides_of(stored))
+        place = _ItemContents(stored, offset, end - start, strides_of(stored))
         if self._is_there(item):
             self._known.learn(archive, f"data/{stored.storage.key}", place)
         return place
@@ -211,7 +211,7 @@ class _Opener:
         return stored
 
 
-class ItemContents(NamedTuple):
+class _ItemContents(NamedTuple):
     """What an item is: the tensor that it says it holds, and where its bytes lie in the item.
 
     ``strides`` are None for elements that are packed row-major.
@@ -296,18 +296,17 @@ def tensors_in(entry: ObjectEntry, files: Files) -> list[Stored]:
         return []
     if not isinstance(value, dict):
         return []  # torch packs a tuple of tensors always
-    return [leaf for leaf in _leaves(value) if isinstance(leaf, Stored)]
-
-
-def _leaves(value: object) -> Iterator[object]:
-    waiting = [value]
+    found: list[Stored] = []
+    waiting: list[object] = [value]
     while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, list | tuple):
-            waiting.extend(value)
-        yield value
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list | tuple):
+            waiting += one
+        elif isinstance(one, Stored):
+            found.append(one)
+    return found
 
 
 def archive_of(files: Files, item: ByteRange, where: str) -> torch_zip.Archive:

@@ -83,7 +83,8 @@ def _read_index(path: str) -> CheckpointIndex:
     path_of = _paths(metadata)
     tensors, objects = _entries(metadata, path_of, StoredItems(path, metadata.storage))
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
-    strays = _strays(sizes, union.files)
+    # Of another save into the same folder; those of ranks with nothing are empty.
+    strays = {n for n in sizes.keys() - union.files if DATA_FILE.fullmatch(n) and sizes[n]}
     # Even a rank with nothing leaves a file.
     names_of_data = filter(None, map(DATA_FILE.fullmatch, (sizes.keys() | union.files) - strays))
     ranks = [int(match[1]) for match in names_of_data]
@@ -96,7 +97,6 @@ def _read_index(path: str) -> CheckpointIndex:
             FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(union.files)
         ),
         world_size=max(ranks) + 1 if ranks else None,
-        torch_version=None,
         notes=tuple(_notes(sizes, strays, objects)),
         problems=(*union.problems, *_misplaced(metadata, path), *_reshaped(metadata)),
         tree=of_paths((path, fqn) for fqn, path in path_of.items()),
@@ -278,11 +278,6 @@ def _reshaped(metadata: Metadata) -> Iterator[CheckpointError]:
                 "model leaves it out.",
                 about=[fqn],
             )
-
-
-def _strays(sizes: Mapping[str, int], needed: Collection[str]) -> set[str]:
-    """Data files of another save into the same folder; those of ranks with nothing are empty."""
-    return {name for name in sizes.keys() - needed if DATA_FILE.fullmatch(name) and sizes[name]}
 
 
 def _notes(

@@ -37,16 +37,16 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     says of it becomes a problem.
     """
     lengths = {file.path: file.length or 0 for file in index.files}
-    first = _first_place(index, lengths)
-    if first is None or sniff(files.read(*first, 9)) != "safetensors":
-        return index
     starts = {
         place.path: place.offset
         for entry in index.tensors
         for chunk in entry.chunks
         for place in (chunk.data, *chunk.replicas)
-        if place.offset + 9 <= lengths.get(place.path, 0)
+        if place.offset + 9 <= lengths.get(place.path, 0)  # what is missing is reported elsewhere
     }
+    first = next(iter(starts.items()), None)
+    if first is None or sniff(files.read(*first, 9)) != "safetensors":
+        return index
     by_shard = {
         shard: stored
         for path, start in starts.items()
@@ -61,15 +61,6 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
             problems.append(error)
             tensors.append(entry)
     return replace(index, format=SAFETENSORS.name, tensors=tuple(tensors), problems=tuple(problems))
-
-
-def _first_place(index: CheckpointIndex, lengths: Mapping[str, int]) -> tuple[str, int] | None:
-    """The first byte of some tensor data that is there; missing files are reported elsewhere."""
-    for entry in index.tensors:
-        for chunk in entry.chunks:
-            if chunk.data.offset + 9 <= lengths.get(chunk.data.path, 0):
-                return chunk.data.path, chunk.data.offset
-    return None
 
 
 def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:

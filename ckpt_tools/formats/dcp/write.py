@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import NO_TREE, ObjectEntry
+from ckpt_tools.core.index import ObjectEntry
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plan import (
     FilePlan,
@@ -50,6 +50,7 @@ from ckpt_tools.formats.dcp.metadata_write import (
     TensorRecord,
 )
 from ckpt_tools.formats.pickle.dump import dumps, object_node, tensor_node
+from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.formats.torch_file.write import items_in, pack
 from ckpt_tools.formats.zip.layout import ArchiveLayout, Slot, lay_out
 
@@ -101,13 +102,9 @@ class _Kind:
 
 
 def plan_files(
-    targets: Sequence[Target],
-    objects: Sequence[ObjectEntry],
-    *,
-    world_size: int,
-    tree: Branch[str] = NO_TREE,
+    targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
 ) -> LazyPlans:
-    """The files of a DCP directory for ``world_size`` ranks, `.metadata` last.
+    """The files of a DCP directory for the ranks of a mesh, `.metadata` last.
 
     A target with neither layout nor boxes is a plain tensor, which each rank holds whole. ``tree``
     has the names where they stand in the state dict, in its order; those that it lacks come last,
@@ -119,7 +116,8 @@ def plan_files(
     refuse_types_not_in_torch(targets)
     paths: dict[str, Path] = {}
     entries: list[_Item] = []
-    whole = placed_tree(targets, objects, tree)
+    world_size = options.mesh.size
+    whole = placed_tree(targets, objects, options.tree)
     for path, item in items_of(whole, is_tensor=lambda leaf: isinstance(leaf, Target)):
         entry = _Container(names.join(path), item) if isinstance(item, Branch) else item
         paths[entry.fqn] = path
@@ -200,7 +198,10 @@ def _share_out(
     those of torch's `dedup_save_plans`, which counts the bytes of the whole tensor for each of its
     boxes, and 1 for an object.
     """
-    weights = list(map(_weight, entries))
+    weights = [
+        (one.entry.numel * one.dtype.itemsize or 1) if isinstance(one, Target) else 1
+        for one in entries
+    ]
     load = [0] * world_size
     chosen: list[list[int]] = [[] for _ in range(world_size)]
     for first in range(world_size):
@@ -217,12 +218,6 @@ def _share_out(
         places.sort(key=is_tensor.__getitem__)
         shares.append(shares[-1] if shares and shares[-1] == places else places)
     return shares
-
-
-def _weight(entry: _Item) -> int:
-    if not isinstance(entry, Target):
-        return 1
-    return entry.entry.numel * entry.dtype.itemsize or 1
 
 
 def _kinds(

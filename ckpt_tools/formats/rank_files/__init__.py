@@ -51,18 +51,8 @@ class RankFiles(TorchSave):
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
     ) -> LazyPlans:
         from ckpt_tools.formats.rank_files import write
-        from ckpt_tools.formats.torch_file import generations
 
-        newest = str(generations.NEWEST)
-        return write.plan_files(
-            targets,
-            objects,
-            mesh=options.mesh,
-            device_type=options.device_type,
-            naming=write.NAMING if options.rank_name is None else options.rank_name,
-            torch_version=generations.parse_version(options.torch_version or newest),
-            tree=options.tree,
-        )
+        return write.plan_files(targets, objects, options=options)
 
 
 def globs_of(paths: Sequence[str]) -> list[str]:

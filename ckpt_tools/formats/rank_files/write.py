@@ -20,7 +20,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import NO_TREE, ObjectEntry
+from ckpt_tools.core.index import ObjectEntry
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.plan import (
     FilePlan,
@@ -43,9 +43,10 @@ from ckpt_tools.formats.pickle.dump import (
     object_node,
     tensor_node,
 )
+from ckpt_tools.formats.pickle.nodes import Instance
+from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.formats.rank_files import file_names as rank_names
 from ckpt_tools.formats.torch_file.dtensor_write import (
-    RankMesh,
     dtensor_node,
     mesh_ranks,
     rank_mesh,
@@ -53,28 +54,21 @@ from ckpt_tools.formats.torch_file.dtensor_write import (
 from ckpt_tools.formats.torch_file.generations import (
     NEWEST,
     Generation,
-    TorchVersion,
     generation_of,
+    parse_version,
 )
 from ckpt_tools.formats.torch_file.write import archive_name, items_in
 from ckpt_tools.formats.zip.layout import lay_out
 
-NAMING = "{family}_world_size_{world}_rank_{rank}.pt"
+_NAMING = "{family}_world_size_{world}_rank_{rank}.pt"
 
 
 def plan_files(
-    targets: Sequence[Target],
-    objects: Sequence[ObjectEntry],
-    *,
-    mesh: Mesh,
-    device_type: str,
-    naming: str = NAMING,
-    torch_version: TorchVersion = NEWEST.last,
-    tree: Branch[str] = NO_TREE,
+    targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
 ) -> LazyPlans:
     """One file for each rank of the mesh, or one for each rank and each part of the checkpoint.
 
-    ``naming`` has ``{rank}``, and may have ``{world}`` and ``{family}``. With ``{family}`` and a
+    ``rank_name`` has ``{rank}``, and may have ``{world}`` and ``{family}``. With ``{family}`` and a
     state dict that consists of well-known parts (model, optim, extra_state…) each part has its own
     files, without the part's name in the nesting, as verl writes them; all else is one family,
     ``model``. Each torch reads only the DeviceMesh of its own `generations`. Tensors and objects
@@ -84,12 +78,16 @@ def plan_files(
     or the naming has no rank, IncompleteError when the source's chunks do not cover a tensor,
     UnsupportedError for an object that was not opened and for paths that exclude each other.
     """
-    generation = generation_of(torch_version)
+    mesh, naming = options.mesh, _NAMING if options.rank_name is None else options.rank_name
+    generation = generation_of(parse_version(options.torch_version or str(NEWEST)))
     refuse_types_not_in_torch(targets)
     require_mesh_size(targets, mesh.size)
     files: list[PlannedFile] = []
-    for family, part in _families(placed_tree(targets, objects, tree), naming=naming).items():
-        planner = _Planner(part, ranks=mesh.size, device_type=device_type, generation=generation)
+    whole = placed_tree(targets, objects, options.tree)
+    for family, part in _families(whole, naming=naming).items():
+        planner = _Planner(
+            part, ranks=mesh.size, device_type=options.device_type, generation=generation
+        )
         if "{rank}" not in naming:
             raise UsageError(f"The naming {naming!r} of rank files has no {{rank}}.")
         path = naming.replace("{family}", family).replace("{world}", str(mesh.size))
@@ -103,19 +101,17 @@ def plan_files(
 def _families(
     tree: Branch[Target | ObjectEntry], *, naming: str
 ) -> dict[str, Branch[Target | ObjectEntry]]:
-    """What goes into the files of each name: a part of the checkpoint, or all of it."""
-    if "{family}" not in naming or len(tree.items) < 2 or not _are_parts(tree):
-        return {"model": tree}
-    return {str(part): inner for part, inner in tree.pairs() if isinstance(inner, Branch)}
-
-
-def _are_parts(tree: Branch[Target | ObjectEntry]) -> bool:
-    """Whether all stands in containers that a family of rank files can be named after."""
+    """What goes into the files of each name: a part of the checkpoint, or all of it, unless all
+    stands in containers that a family of rank files can be named after.
+    """
     known = ("model", "optim", "optimizer")
-    return all(
+    are_parts = all(
         isinstance(item, Branch) and (part in known or rank_names.holds_other_state(str(part)))
         for part, item in tree.pairs()
     )
+    if "{family}" not in naming or len(tree.items) < 2 or not are_parts:
+        return {"model": tree}
+    return {str(part): inner for part, inner in tree.pairs() if isinstance(inner, Branch)}
 
 
 class _Contents(NamedTuple):
@@ -205,7 +201,7 @@ class _Shards:
 
     def __init__(self, device_type: str, generation: Generation) -> None:
         self.storages: list[int | bytes] = []
-        self.meshes: dict[Mesh, RankMesh] = {}
+        self.meshes: dict[Mesh, Instance] = {}
         self._device_type = device_type
         self._generation = generation
         self._blanks = 1  # the first one is the rank
@@ -219,9 +215,17 @@ class _Shards:
             return tensor_node(dtype, sizes, key=key)
         local = tensor_node(dtype, sizes, key=key, location=self._device_type)
         mesh = self._mesh(target.layout.mesh)
-        return dtensor_node(dtype, target.entry.shape, local=local, layout=target.layout, mesh=mesh)
+        return dtensor_node(
+            dtype,
+            target.entry.shape,
+            local=local,
+            layout=target.layout,
+            mesh=mesh,
+            device_type=self._device_type,
+            generation=self._generation,
+        )
 
-    def _mesh(self, mesh: Mesh) -> RankMesh:
+    def _mesh(self, mesh: Mesh) -> Instance:
         if mesh not in self.meshes:
             first = self._blanks
             self._blanks += len(mesh.shape)

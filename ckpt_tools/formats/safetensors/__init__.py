@@ -30,13 +30,7 @@ class Safetensors(PackageFormat):
     ) -> LazyPlans:
         from ckpt_tools.formats.safetensors import write
 
-        return write.plan_files(
-            targets,
-            max_shard_size=options.max_shard_size,
-            metadata=options.metadata,
-            basename=options.basename,
-            single_file=options.single_file,
-        )
+        return write.plan_files(targets, options=options)
 
 
 FORMAT = Safetensors()

@@ -17,6 +17,7 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.plan import FilePlan, Finder, LazyPlans, PlannedFile, Target, WriteItem
 from ckpt_tools.core.text import counted, is_text
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX
 from ckpt_tools.formats.safetensors.sections import Home, encoded
 
@@ -24,18 +25,10 @@ _ALIGNMENT = 8
 _RESERVED = "__metadata__"
 
 
-def plan_files(
-    targets: Iterable[Target],
-    *,
-    max_shard_size: int,
-    metadata: Mapping[str, str],
-    basename: str = "model",
-    single_file: str | None = None,
-) -> LazyPlans:
+def plan_files(targets: Iterable[Target], *, options: PlanOptions) -> LazyPlans:
     """The files that hold these tensors whole: one, or numbered shards with an index JSON.
 
-    A shard holds at most ``max_shard_size`` bytes of tensors, or one tensor that is larger; the
-    ``single_file`` of this name, where there is one, holds them all.
+    A shard holds at most ``max_shard_size`` bytes of tensors, or one tensor that is larger.
     ``metadata`` goes into the header of each file, beside ``format: pt`` and the sections; a
     target's path is the container that it stands in, and its name there. Paths are relative to the
     output folder.
@@ -45,14 +38,16 @@ def plan_files(
     """
     ordered = sorted(targets, key=lambda target: target.fqn)
     _check_targets(ordered)
-    if max_shard_size < 1 or not basename or "/" in basename:
-        raise UsageError(f"Shards {basename!r} of at most {max_shard_size} bytes are not possible.")
+    basename, most = options.basename, options.max_shard_size
+    if most < 1 or not basename or "/" in basename:
+        raise UsageError(f"Shards {basename!r} of at most {most} bytes are not possible.")
     homes = {t.fqn: Home(t.path[:-1], t.entry.section) for t in ordered}
-    metadata = {**metadata, **encoded(homes)}
-    shards = [ordered] if single_file else _split(ordered, max_shard_size)
+    metadata = {**options.metadata, **encoded(homes)}
+    shards = [ordered] if options.single_file else _split(ordered, most)
     count = len(shards)
     if count == 1:
-        return LazyPlans([_planned(single_file or f"{basename}.safetensors", shards[0], metadata)])
+        name = options.single_file or f"{basename}.safetensors"
+        return LazyPlans([_planned(name, shards[0], metadata)])
     names = [f"{basename}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     files = [_planned(*named, metadata) for named in zip(names, shards, strict=True)]
     index = _plan_index(f"{basename}.safetensors.index.json", names, shards)

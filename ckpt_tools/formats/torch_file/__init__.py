@@ -47,8 +47,7 @@ class TorchFile(TorchSave):
     ) -> LazyPlans:
         from ckpt_tools.formats.torch_file import write
 
-        name = options.single_file or "model.pt"
-        return write.plan_files(targets, objects, filename=name, tree=options.tree)
+        return write.plan_files(targets, objects, options=options)
 
 
 class TorchFolder(TorchFile):

@@ -7,7 +7,6 @@ are for `pickle.dump`; files are not known here.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType, dtype_named
 from ckpt_tools.core.geometry import row_major_strides
@@ -28,14 +27,6 @@ _STRIDED = call(Global("torch.serialization._get_layout"), "torch.strided")
 _INT32 = dtype_named("int32")
 
 
-class RankMesh(NamedTuple):
-    """A DeviceMesh as one process of one version of torch has it."""
-
-    node: Instance
-    device_type: str
-    generation: Generation
-
-
 def mesh_ranks(mesh: Mesh) -> bytes:
     """What the storage of a pickled mesh holds: its ranks, as 32-bit integers."""
     return struct.pack(f"<{mesh.size}i", *range(mesh.size))
@@ -49,7 +40,7 @@ def rank_mesh(
     device_type: str,
     key: int,
     generation: Generation,
-) -> RankMesh:
+) -> Instance:
     """The DeviceMesh as one process has it, whose place is blanks of a pickle: all ranks share the
     rest of it. ``key`` is that of its storage of ranks.
     """
@@ -78,7 +69,7 @@ def rank_mesh(
         values["_dim_group_infos"] = [("ptd:0", [*ranks], "0")]
         values["_dim_group_names"] = ["0"]
     state = {name: values[name] for name in generation.mesh if name in values}
-    return RankMesh(Instance(_DEVICE_MESH, state=state), device_type, generation)
+    return Instance(_DEVICE_MESH, state=state)
 
 
 def _layout_node(mesh: Mesh, generation: Generation) -> Instance:
@@ -101,25 +92,32 @@ def _layout_node(mesh: Mesh, generation: Generation) -> Instance:
 
 
 def dtensor_node(
-    dtype: DType, shape: tuple[int, ...], *, local: Instance, layout: Layout, mesh: RankMesh
+    dtype: DType,
+    shape: tuple[int, ...],
+    *,
+    local: Instance,
+    layout: Layout,
+    mesh: Instance,
+    device_type: str,
+    generation: Generation,
 ) -> Instance:
-    """A DTensor of this type and global shape, whose shard is ``local``."""
+    """A DTensor of this type and global shape, whose shard is ``local``, on the mesh of a rank."""
     kind = Global(f"torch.{dtype.name}")
     strides = row_major_strides([max(1, size) for size in shape])
-    device = call(Global("torch.device"), mesh.device_type)
+    device = call(Global("torch.device"), device_type)
     wrapper = (_DTENSOR, kind, (*shape,), (*strides,), 0, _STRIDED, device, False)
     size = call(Global("torch.Size"), (*shape,))
     strided = any(layout.split_factor(mesh_dim) > 1 for mesh_dim in _cut(layout))
-    says_strided = strided and "use_strided_shard_as_shard_order" in mesh.generation.spec
+    says_strided = strided and "use_strided_shard_as_shard_order" in generation.spec
     values: dict[str, object] = {
-        "mesh": mesh.node,
+        "mesh": mesh,
         "placements": tuple(_placement_node(layout, dim) for dim in range(len(layout.placements))),
         "tensor_meta": Instance(Global(f"{_SPEC}.TensorMeta"), (size, (*strides,), kind)),
         "shard_order": None if says_strided else _order_node(layout),
         "use_strided_shard_as_shard_order": strided,
         "_hash": None,
     }
-    state = {name: values[name] for name in mesh.generation.spec}
+    state = {name: values[name] for name in generation.spec}
     spec = Instance(Global(f"{_SPEC}.DTensorSpec"), state=state)
     inner: dict[str, object] = {"_local_tensor": local, "_spec": spec}
     return call(_REBUILD_TYPE, _REBUILD_WRAPPER, _DTENSOR, wrapper, (None, inner))

@@ -39,6 +39,11 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 _ORDERED = _words("mesh placements tensor_meta shard_order use_strided_shard_as_shard_order _hash")
+_RANKED = _words(
+    "_device_type _layout _rank_map _mesh_dim_names _root_mesh _flatten_rank_map _thread_id "
+    "_flatten_mapping _dim_group_names _rank _coordinate_on_dim _hash"
+)
+_PLAIN = _words("mesh placements tensor_meta _hash")
 
 GENERATIONS = (
     Generation(
@@ -49,7 +54,7 @@ GENERATIONS = (
             "_coordinate_on_dim _hash"
         ),
         layout=(),
-        spec=_words("mesh placements tensor_meta _hash"),
+        spec=_PLAIN,
     ),
     Generation(
         first=(2, 8),
@@ -59,7 +64,7 @@ GENERATIONS = (
             "_coordinate_on_dim _hash"
         ),
         layout=(),
-        spec=_words("mesh placements tensor_meta _hash"),
+        spec=_PLAIN,
     ),
     Generation(
         first=(2, 10),
@@ -74,20 +79,14 @@ GENERATIONS = (
     Generation(
         first=(2, 11),
         last=(2, 12),
-        mesh=_words(
-            "_device_type _layout _rank_map _mesh_dim_names _root_mesh _flatten_rank_map "
-            "_thread_id _flatten_mapping _dim_group_names _rank _coordinate_on_dim _hash"
-        ),
+        mesh=_RANKED,
         layout=("shape", "stride"),
         spec=_ORDERED,
     ),
     Generation(
         first=(2, 13),
         last=(2, 14),
-        mesh=_words(
-            "_device_type _layout _rank_map _mesh_dim_names _root_mesh _flatten_rank_map "
-            "_thread_id _flatten_mapping _dim_group_names _rank _coordinate_on_dim _hash"
-        ),
+        mesh=_RANKED,
         layout=("axes",),
         spec=_ORDERED,
     ),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import NO_TREE, ObjectEntry
+from ckpt_tools.core.index import ObjectEntry
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
@@ -25,15 +25,12 @@ from ckpt_tools.core.plan import (
 )
 from ckpt_tools.core.state_tree import Branch, nested
 from ckpt_tools.formats.pickle.dump import dumps, object_node, tensor_node
+from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.formats.zip.layout import Slot, lay_out
 
 
 def plan_files(
-    targets: Sequence[Target],
-    objects: Sequence[ObjectEntry],
-    *,
-    filename: str,
-    tree: Branch[str] = NO_TREE,
+    targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
 ) -> LazyPlans:
     """The one file, with tensors and objects where ``tree`` has their names, else at their paths.
 
@@ -41,7 +38,8 @@ def plan_files(
     object that was not opened and for paths that exclude each other.
     """
     refuse_types_not_in_torch(targets)
-    packed = pack(placed_tree(targets, objects, tree))
+    filename = options.single_file or "model.pt"
+    packed = pack(placed_tree(targets, objects, options.tree))
     archive = lay_out(packed.pickle, packed.sizes, archive=archive_name(filename))
     filled = (
         (target, Box.whole(target.entry.shape), Finder(target.entry).require_whole())

@@ -45,10 +45,6 @@ class Frame(NamedTuple):
     parts: tuple[tuple[int, bytes], ...]
     varying: tuple[VaryingRecord, ...]
 
-    def begins(self, block: bytes | bytearray, at: int) -> bool:
-        """Whether this is the head of such an archive."""
-        return block.startswith(self.head, at)
-
     def ends(self, block: bytes | bytearray, at: int) -> bool:
         """Whether this is the tail of such an archive."""
         for start, data in self.parts:  # noqa: SIM110 (a generator takes twice as long)
@@ -70,7 +66,7 @@ class KnownArchives(Generic[T]):
         """The known archive that is like one of this length; its bytes are compared."""
         for frame, learned in self._known.get(length, ()):
             data, at = block(0, len(frame.head))
-            if frame.begins(data, at):
+            if data.startswith(frame.head, at):
                 data, at = block(frame.tail_at, length - frame.tail_at)
                 if frame.ends(data, at):
                     return frame, learned

@@ -241,23 +241,15 @@ def _refuse_program(directory: bytes, where: str) -> None:
             raise UnsupportedError(f"{where} is {what}, not a state dict.", hint=way)
 
 
-def is_little_endian(archive: Archive) -> bool:
-    """Whether the tensors of the archive are little-endian, as they are when it does not say.
-
-    Raises UnreadableError when it says something else than "little" or "big".
-    """
-    if "byteorder" not in archive.names:
-        return True
-    order = archive.read("byteorder")[:16]
-    if order not in {b"little", b"big"}:
-        raise UnreadableError(f"{archive.where}: byte order {order!r} is not known.")
-    return order == b"little"
-
-
 def require_little_endian(archive: Archive) -> None:
-    """Raise UnsupportedError when the tensors of the archive are big-endian."""
-    if not is_little_endian(archive):
+    """Raise UnsupportedError when the tensors of the archive are big-endian, and UnreadableError
+    for any other word; they are little-endian when it does not say.
+    """
+    order = archive.read("byteorder")[:16] if "byteorder" in archive.names else b"little"
+    if order == b"big":
         raise big_endian(archive.where)
+    if order != b"little":
+        raise UnreadableError(f"{archive.where}: byte order {order!r} is not known.")
 
 
 def big_endian(where: str) -> UnsupportedError:

@@ -120,17 +120,15 @@ class Gathering:
         Raises CheckpointError when the file holds another box, and what reading raises.
         """
         part = self.parts.get(entry.fqn)
-        if part is None or (part.box != box and part.box.numel + box.numel > 0):
+        held = None if part is None else part.chunk
+        if held is None or (held.box != box and held.box.numel + box.numel > 0):
             raise UnreadableError(f"{entry.fqn}: this rank's file does not hold {box}.")
-        chunk = Chunk(part.box, part.data, strides=part.strides, codec=part.codec)
-        alone = TensorEntry(
-            entry.fqn, entry.path, entry.section, entry.dtype, entry.shape, (chunk,)
-        )
+        alone = TensorEntry(entry.fqn, entry.path, entry.section, entry.dtype, entry.shape, (held,))
         lone = CheckpointIndex(self.index.root, self.index.format, (alone,))
         located = formats.locate(lone, self.files)
         located.require_whole()
         shard, seen = bytearray(), self.seen.add
-        for piece in stream_box(located.tensors[0], part.box, files=self.files, on_run=seen):
+        for piece in stream_box(located.tensors[0], held.box, files=self.files, on_run=seen):
             shard += piece
         return shard
 

@@ -22,6 +22,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckpt_tools.formats import read_index
 from ckpt_tools.formats.rank_files import read as rank_files
 from ckpt_tools.storage.reader import Files
 
@@ -201,6 +202,8 @@ def test_partial_sums_of_a_real_job_are_refused() -> None:
         index.require_whole()
     truth = truth_of(REAL / "torch-2.15.0-partial_4r")
     assert values(index.select({"q"}), "q") == truth["q"].data
+    lone = read_index(str(REAL / "torch-2.15.0-partial_4r" / "ranks" / "rank_2.pt"))
+    assert [entry.chunks[0].rank for entry in lone.tensors] == [2, 2]
 
 
 def test_a_strided_shard_that_nothing_cuts_first_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
-    Chunk,
     ObjectEntry,
     PackedObject,
     TensorEntry,
@@ -27,7 +26,7 @@ from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of,
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, StoredTensor
 from ckpt_tools.formats.protocol import Index, lengths_of
-from ckpt_tools.formats.torch_file.locate import resolved, strides_of
+from ckpt_tools.formats.torch_file.locate import resolved
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
 
@@ -192,7 +191,7 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     one rank's shards of tensors.
     """
     from ckpt_tools.formats.pickle.state_dict import flatten_at  # late: few directories have such
-    from ckpt_tools.formats.torch_file.open import byte_range_of
+    from ckpt_tools.formats.torch_file.open import chunk_of
 
     item = unpacked(files, entry.data, str(entry.codec))
     path, where = item.path, f"{entry.data.path}, item of {entry.fqn}"
@@ -212,12 +211,10 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
         if not isinstance(leaf.stored, StoredTensor):
             return None
         record = archive.record(f"data/{leaf.stored.storage.key}")
-        data_range, strides = byte_range_of(leaf.stored, record, path), strides_of(leaf.stored)
-        chunk = Chunk(Box.whole(leaf.stored.shape), data_range, strides, leaf.stored.sign)
-        dtype = dtype_named(leaf.stored.dtype)
+        dtype, shape = dtype_named(leaf.stored.dtype), leaf.stored.shape
+        chunk = chunk_of(Box.whole(shape), leaf.stored, record, path)
         if chunk.codec is not None:
             chunk = resolved(chunk, dtype, files)
-        shape = leaf.stored.shape
         tensors.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
     torch_zip.require_little_endian(archive)
     return _OpenedItem(tensors, objects, state.tree)

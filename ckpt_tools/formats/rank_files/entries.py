@@ -26,7 +26,6 @@ from ckpt_tools.formats.rank_files.parts import (
     RankObject,
     RankTensor,
     ReplicaComparison,
-    chunk_of,
     join,
 )
 from ckpt_tools.formats.replicas import LEAVE_OUT, Replicas
@@ -145,8 +144,8 @@ def _unread_elsewhere(first: RankTensor, others: Sequence[RankObject] | None) ->
 
 def _as_held(entry: TensorEntry, part: RankTensor) -> TensorEntry:
     """A plain tensor as one rank holds it."""
-    chunks = (chunk_of([part]),)
-    return replace(entry, dtype=part.dtype, shape=part.shape, chunks=chunks, compared=True)
+    held = (part.chunk,)
+    return replace(entry, dtype=part.dtype, shape=part.shape, chunks=held, compared=True)
 
 
 def _add_object(

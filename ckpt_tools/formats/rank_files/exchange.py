@@ -105,7 +105,7 @@ def read_headers(
 def _with_digest(part: RankTensor, files: Files) -> RankTensor:
     """The part with the CRC of its own elements, where others would read them to compare."""
     known = part.crc is not None and part.fills_record
-    if known or part.data.length > MAX_COMPARED:
+    if known or part.chunk.data.length > MAX_COMPARED:
         return part
     return part._replace(crc=crc32(elements(part, files)), fills_record=True)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from operator import mul
 from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType, dtype_named
@@ -19,9 +20,7 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.errors import CheckpointError, UnsupportedError
 from ckpt_tools.formats.pickle.torch_stubs import Stored, StoredDTensor, StoredPieces, StoredTensor
-from ckpt_tools.formats.torch_file.dtensor_read import held_box, layout_of, pieces_of
-from ckpt_tools.formats.torch_file.locate import strides_of
-from ckpt_tools.formats.torch_file.open import SavedFile, byte_range_of
+from ckpt_tools.formats.torch_file.open import SavedFile
 from ckpt_tools.storage.reader import Files
 
 # Buffers and step counters are small; what is larger is compared by the CRCs of its records.
@@ -46,14 +45,11 @@ class RankTensor(NamedTuple):
     kind: str
     dtype: DType
     shape: tuple[int, ...]
-    box: Box
-    data: ByteRange
-    strides: tuple[int, ...] | None
+    chunk: Chunk
     layout: Layout | None
     crc: int | None
     fills_record: bool
     flaw: str | None = None
-    codec: str | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -76,57 +72,23 @@ class RankObject(NamedTuple):
         return isinstance(self.flaw, UnsupportedError)
 
 
-class RankTensors:
-    """Makes parts out of stored tensors; layouts and boxes are shared between equal ones.
-
-    A DTensor is one part, a CheckpointableTensor one for each of its pieces.
+def rank_tensors(stored: Stored, saved: SavedFile, rank: int) -> Iterator[RankTensor]:
+    """The parts of a tensor that this file holds: a DTensor is one part, a CheckpointableTensor one
+    for each of its pieces.
     """
-
-    def __init__(self) -> None:
-        self._layouts: dict[object, Layout] = {}
-        self._boxes: dict[object, Box] = {}
-
-    def parts(self, stored: Stored, saved: SavedFile, rank: int) -> Iterator[RankTensor]:
-        """The parts of a tensor that this file holds."""
-        held = [(Box.whole(stored.local.shape), stored.local)]
-        layout, flaw = None, None
-        try:
-            if isinstance(stored, StoredDTensor):
-                layout = self._layout(stored)
-                held = [(self._box(stored, layout), stored.local)]
-            elif isinstance(stored, StoredPieces):
-                held = pieces_of(stored)
-        except UnsupportedError as error:
-            flaw = error.message.removesuffix(".")
-        record = saved.record_of(stored.local.storage)
-        for box, local in held:
-            data = byte_range_of(local, record, saved.path)
-            yield RankTensor(
-                rank=rank,
-                kind=_KINDS[type(stored)],
-                dtype=dtype_named(stored.dtype),
-                shape=stored.shape,
-                box=box,
-                data=data,
-                strides=strides_of(local),
-                layout=layout,
-                crc=record.crc,
-                fills_record=data.length == record.length,
-                flaw=flaw,
-                codec=local.sign,
-            )
-
-    def _layout(self, stored: StoredDTensor) -> Layout:
-        key = (stored.mesh.shape, stored.mesh.dim_names, stored.placements, stored.shard_order)
-        if key not in self._layouts:
-            self._layouts[key] = layout_of(stored)
-        return self._layouts[key]
-
-    def _box(self, stored: StoredDTensor, layout: Layout) -> Box:
-        key = (layout, stored.shape, stored.mesh.coordinate, stored.local.shape)
-        if key not in self._boxes:
-            self._boxes[key] = held_box(stored, layout)
-        return self._boxes[key]
+    held, record = saved.held(stored), saved.record_of(stored.local.storage)
+    for chunk in held.chunks:
+        yield RankTensor(
+            rank=rank,
+            kind=_KINDS[type(stored)],
+            dtype=dtype_named(stored.dtype),
+            shape=stored.shape,
+            chunk=chunk._replace(rank=rank),
+            layout=held.layout,
+            crc=record.crc,
+            fills_record=chunk.data.length == record.length,
+            flaw=None if held.flaw is None else held.flaw.message.removesuffix("."),
+        )
 
 
 class Joined(NamedTuple):
@@ -149,9 +111,9 @@ def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> Joined:
     groups: dict[Box, list[RankTensor]] = {}
     for part in parts:
         if first.is_plain:  # every rank has all of it
-            groups.setdefault(first.box, []).append(part)
+            groups.setdefault(first.chunk.box, []).append(part)
         elif part.flaw is None and part.shape == first.shape:
-            groups.setdefault(part.box, []).append(part)
+            groups.setdefault(part.chunk.box, []).append(part)
     chunks, unequal, uncompared = [], None, False
     for box, (one, *others) in groups.items():
         verdicts = [comparison.equal(one, other) for other in others]
@@ -168,21 +130,14 @@ def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> Joined:
 
 def chunk_of(group: Sequence[RankTensor]) -> Chunk:
     """One chunk of the parts that hold the same box; the lowest rank's bytes come first."""
-    first = group[0]
-    return Chunk(
-        first.box,
-        first.data,
-        strides=first.strides,
-        codec=first.codec,
-        replicas=tuple(
-            part.data
-            for part in group[1:]
-            if part.strides == first.strides
-            and part.codec == first.codec
-            and part.data.length == first.data.length
-        ),
-        rank=first.rank,
+    first = group[0].chunk
+    layout = first.strides, first.codec, first.data.length
+    replicas = (
+        one.data
+        for one in (part.chunk for part in group[1:])
+        if (one.strides, one.codec, one.data.length) == layout
     )
+    return first._replace(replicas=tuple(replicas))
 
 
 def _disagreement(first: RankTensor, parts: Sequence[RankTensor]) -> str | None:
@@ -214,18 +169,19 @@ class ReplicaComparison:
 
     def equal(self, one: RankTensor, other: RankTensor) -> bool | None:
         """Whether two parts hold the same elements; None when they are too large to be read."""
-        if one.shape != other.shape or one.box != other.box or one.dtype != other.dtype:
+        here, there = one.chunk, other.chunk
+        if one.shape != other.shape or here.box != there.box or one.dtype != other.dtype:
             return False
-        if one.box.numel == 0 or one.data == other.data:
+        if here.box.numel == 0 or here.data == there.data:
             return True
-        if one.codec != other.codec:
+        if here.codec != there.codec:
             return None
-        whole = one.fills_record and other.fills_record and one.strides == other.strides
+        whole = one.fills_record and other.fills_record and here.strides == there.strides
         if whole and one.crc is not None and other.crc is not None:
             return one.crc == other.crc
-        if max(one.data.length, other.data.length) > MAX_COMPARED or self.left <= 0:
+        if max(here.data.length, there.data.length) > MAX_COMPARED or self.left <= 0:
             return None
-        self.left -= one.data.length
+        self.left -= here.data.length
         return self._elements(one) == self._elements(other, keep=False)
 
     def _elements(self, part: RankTensor, *, keep: bool = True) -> bytes:
@@ -239,14 +195,8 @@ class ReplicaComparison:
 
 def elements(part: RankTensor, files: Files) -> bytes:
     """The elements of a small part, row-major, as they are stored."""
-    data = files.read(*part.data)
-    return data if part.strides is None else b"".join(_gathered(data, part))
-
-
-def _gathered(data: bytes, part: RankTensor) -> Iterator[bytes]:
-    """The elements of a strided part, row-major."""
-    size = part.dtype.itemsize
-    strides = part.strides or ()
-    for index in product(*map(range, part.box.sizes)):
-        start = size * sum(i * stride for i, stride in zip(index, strides, strict=True))
-        yield data[start : start + size]
+    data, strides, size = files.read(*part.chunk.data), part.chunk.strides, part.dtype.itemsize
+    if strides is None:
+        return data
+    places = (sum(map(mul, index, strides)) for index in product(*map(range, part.chunk.box.sizes)))
+    return b"".join(data[size * place : size * (place + 1)] for place in places)

@@ -32,7 +32,7 @@ from ckpt_tools.formats.pickle.state_dict import StateDict, flatten
 from ckpt_tools.formats.rank_files import checks, file_names, numbered
 from ckpt_tools.formats.rank_files.entries import Gathered, entries_of
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
-from ckpt_tools.formats.rank_files.parts import RankObject, RankTensors
+from ckpt_tools.formats.rank_files.parts import RankObject, rank_tensors
 from ckpt_tools.formats.torch_file.open import open_saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -111,7 +111,6 @@ class IndexBuilder:
     files: Files
     options: ReadOptions
     gathered: Gathered = field(default_factory=Gathered)
-    parts: RankTensors = field(default_factory=RankTensors)
     ranks: checks.Ranks = field(default_factory=checks.Ranks)
     sizes: dict[str, int] = field(default_factory=dict)
     ties: ties.Ties = ()
@@ -153,7 +152,7 @@ class IndexBuilder:
             for other in state.objects:
                 if other.flaw is not None:
                     raise other.flaw.at(f"{file.path}: {other.fqn}")
-        parts = [[*self.parts.parts(leaf.stored, saved, file.rank)] for leaf in state.tensors]
+        parts = [[*rank_tensors(leaf.stored, saved, file.rank)] for leaf in state.tensors]
         for leaf, held in zip(state.tensors, parts, strict=True):
             self.gathered.tensors.setdefault(leaf.path, []).extend(held)
         return state, saved.pickle

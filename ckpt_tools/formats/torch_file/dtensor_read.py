@@ -7,7 +7,9 @@ It knows their records and our own layouts, neither files nor names.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from operator import mul
+from typing import TypeAlias
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.layout import (
@@ -28,19 +30,26 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     as_counts,
 )
 
+_ShardOrder: TypeAlias = "tuple[tuple[int, tuple[int, ...]], ...]"
+
 
 def layout_of(stored: StoredDTensor) -> Layout:
     """The layout that a DTensor states.
 
     Raises UnsupportedError for partial sums, and for strided shards that no order of cuts gives.
     """
-    mesh = mesh_of(stored.mesh)
-    placements = tuple(map(_placement, stored.placements))
+    return _layout(mesh_of(stored.mesh), stored.placements, stored.shard_order)
+
+
+@lru_cache  # tensors that lie alike share it
+def _layout(
+    mesh: Mesh, stated: tuple[StoredPlacement, ...], shard_order: _ShardOrder | None
+) -> Layout:
+    placements = tuple(map(_placement, stated))
     cut = [p.dim if isinstance(p, Shard) else None for p in placements]
-    factors = [p.split_factor or 1 for p in stored.placements]
-    order = strided_order(mesh.shape, cut, factors)
-    if not any(p.kind == "SS" for p in stored.placements) and stored.shard_order:
-        order = _stated_order(stored.shard_order, ndim=len(placements))
+    order = strided_order(mesh.shape, cut, [p.split_factor or 1 for p in stated])
+    if not any(p.kind == "SS" for p in stated) and shard_order:
+        order = _stated_order(shard_order, ndim=len(placements))
     return Layout(mesh, placements, order)
 
 
@@ -59,7 +68,7 @@ def held_box(stored: StoredDTensor, layout: Layout) -> Box:
     """
     if stored.mesh.coordinate is None:
         raise UnsupportedError("the rank that saved it is not on the tensor's mesh")
-    box = layout.box(stored.shape, stored.mesh.coordinate)
+    box = _box(layout, stored.shape, stored.mesh.coordinate)
     local = stored.local.shape
     empty = 0 in local and 0 in box.sizes
     if local != box.sizes and not empty:
@@ -68,6 +77,11 @@ def held_box(stored: StoredDTensor, layout: Layout) -> Box:
             f"{layout.mesh} gives {list(box.sizes)} at {list(stored.mesh.coordinate)}"
         )
     return box
+
+
+@lru_cache(maxsize=4096)
+def _box(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
+    return layout.box(shape, coordinate)
 
 
 def pieces_of(stored: StoredPieces) -> list[tuple[Box, StoredTensor]]:
@@ -110,9 +124,7 @@ def _placement(stored: StoredPlacement) -> Placement:
     return Shard(stored.dim)
 
 
-def _stated_order(
-    shard_order: tuple[tuple[int, tuple[int, ...]], ...], *, ndim: int
-) -> tuple[int, ...]:
+def _stated_order(shard_order: _ShardOrder, *, ndim: int) -> tuple[int, ...]:
     """The mesh dimensions from the first cut to the last; left to right when nothing else is said.
 
     Only the order among mesh dimensions that cut the same tensor dimension means anything.

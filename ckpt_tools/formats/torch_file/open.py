@@ -9,18 +9,41 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import dtype_named
-from ckpt_tools.core.index import ByteRange
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, Chunk
+from ckpt_tools.core.layout import Layout
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.foreign import HEAD, sniff
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import load as pickles
-from ckpt_tools.formats.pickle.torch_stubs import StoredStorage, StoredTensor
+from ckpt_tools.formats.pickle.torch_stubs import (
+    Stored,
+    StoredDTensor,
+    StoredPieces,
+    StoredStorage,
+    StoredTensor,
+)
 from ckpt_tools.formats.torch_file import legacy as torch_legacy
+from ckpt_tools.formats.torch_file.dtensor_read import held_box, layout_of, pieces_of
+from ckpt_tools.formats.torch_file.locate import strides_of
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip.read import Record
 from ckpt_tools.storage.reader import Files
+
+
+class Held(NamedTuple):
+    """What a file holds of a tensor: boxes, and where their bytes are; ``layout`` is a DTensor's.
+
+    ``flaw`` says why it cannot be known which elements these are: the box is then that of the
+    file's own tensor.
+    """
+
+    chunks: tuple[Chunk, ...]
+    layout: Layout | None
+    flaw: UnsupportedError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +58,27 @@ class SavedFile:
     value: object
     pickle: ByteRange
     record_of: Callable[[StoredStorage], Record]
+
+    def held(self, stored: Stored) -> Held:
+        """Where the elements of a tensor are: all of it, unless it is a part of a larger one.
+
+        Raises UnreadableError when its storage is shorter than it says.
+        """
+        boxes = [(Box.whole(stored.local.shape), stored.local)]
+        rank = stored.mesh.rank if isinstance(stored, StoredDTensor) else None
+        layout: Layout | None = None
+        flaw = None
+        try:
+            if isinstance(stored, StoredPieces):
+                boxes = pieces_of(stored)
+            elif isinstance(stored, StoredDTensor):
+                layout = layout_of(stored)
+                boxes = [(held_box(stored, layout), stored.local)]
+        except UnsupportedError as error:
+            flaw = error
+        record = self.record_of(stored.local.storage)
+        chunks = (chunk_of(box, view, record, self.path) for box, view in boxes)
+        return Held(tuple(chunk._replace(rank=rank) for chunk in chunks), layout, flaw)
 
 
 def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
@@ -73,6 +117,14 @@ def _record_of(records: Mapping[str, Record], path: str, storage: StoredStorage)
     if record is None:
         raise UnreadableError(f"{path} is truncated or damaged: it lacks storage {storage.key!r}.")
     return record
+
+
+def chunk_of(box: Box, view: StoredTensor, record: Record, path: str) -> Chunk:
+    """A view of a storage, whose bytes are ``record``, as the box of a tensor.
+
+    Raises UnreadableError when the storage is shorter than it says.
+    """
+    return Chunk(box, byte_range_of(view, record, path), strides_of(view), view.sign)
 
 
 def byte_range_of(stored: StoredTensor, record: Record, path: str) -> ByteRange:

@@ -10,31 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.dtypes import dtype_named
-from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import (
-    CheckpointIndex,
-    Chunk,
-    FileEntry,
-    Section,
-    TensorEntry,
-)
+from ckpt_tools.core.index import CheckpointIndex, FileEntry, TensorEntry
 from ckpt_tools.core.layout import Layout, Replicate
 from ckpt_tools.core.text import counted, some
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError, paths_instead
+from ckpt_tools.errors import CheckpointError, IncompleteError, paths_instead
 from ckpt_tools.formats.foreign import HEAD, sniff
 from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf, flatten
-from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredPieces, StoredTensor
-from ckpt_tools.formats.torch_file import dtensor_read as dtensors
-from ckpt_tools.formats.torch_file.locate import strides_of
-from ckpt_tools.formats.torch_file.open import SavedFile, byte_range_of, open_saved
+from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor
+from ckpt_tools.formats.torch_file.open import Held, open_saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
@@ -92,16 +82,24 @@ def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointI
     leaf_paths = [*(leaf.path for leaf in state.tensors), *(leaf.path for leaf in state.objects)]
     no_tensors = frozenset(leaf.path for leaf in state.objects if not leaf.is_tensor)
     sections = names.sections_of(leaf_paths, objects=no_tensors)
-    placed = [_placed(leaf, saved) for leaf in state.tensors]
+    held = [saved.held(leaf.stored) for leaf in state.tensors]
     tensors = [
-        _tensor(leaf, where, saved, sections[leaf.path])
-        for leaf, where in zip(state.tensors, placed, strict=True)
+        TensorEntry(
+            fqn=leaf.fqn,
+            path=leaf.path,
+            section=sections[leaf.path],
+            dtype=dtype_named(leaf.stored.dtype),
+            shape=leaf.stored.shape,
+            chunks=one.chunks,
+            layout=one.layout if one.flaw is None else None,
+        )
+        for leaf, one in zip(state.tensors, held, strict=True)
     ]
     tensors.sort(key=lambda entry: entry.fqn)
     pairs = some([f"{one} and {other}" for one, other in overlapping(state.tensors)])
     overlaps = [f"Views that share elements of one storage: {pairs}."] if pairs else []
     objects = [leaf.entry(sections[leaf.path], saved.pickle) for leaf in state.objects]
-    problems = [*_problems(state.tensors, placed, path)]
+    problems = [*_problems(state.tensors, held, path)]
     problems += uncovered(tensors, known=frozenset().union(*(one.about for one in problems)))
     return CheckpointIndex(
         root=path,
@@ -116,67 +114,16 @@ def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointI
     )
 
 
-class _Position(NamedTuple):
-    """Where a tensor's elements belong: boxes, each with the view of the file's tensor that fills
-    it; ``flaw`` says why that cannot be known.
-    """
-
-    held: Sequence[tuple[Box, StoredTensor]]
-    layout: Layout | None = None
-    flaw: UnsupportedError | None = None
-
-
-def _placed(leaf: TensorLeaf, saved: SavedFile) -> _Position:
-    """The boxes of a tensor: all of it, unless it is one rank's part of a larger one."""
-    stored, local = leaf.stored, leaf.stored.local
-    try:
-        if isinstance(stored, StoredPieces):
-            return _Position(dtensors.pieces_of(stored))
-        if isinstance(stored, StoredDTensor):
-            layout = dtensors.layout_of(stored)
-            return _Position([(dtensors.held_box(stored, layout), local)], layout)
-    except UnsupportedError as error:
-        message = f"{saved.path}: {leaf.fqn}: {error.message}."
-        flaw = error.reworded(message).concerning((leaf.fqn,))
-        return _Position([(Box.whole(local.shape), local)], flaw=flaw)
-    return _Position([(Box.whole(local.shape), local)])
-
-
-def _tensor(leaf: TensorLeaf, place: _Position, saved: SavedFile, section: Section) -> TensorEntry:
-    stored, record = leaf.stored, saved.record_of(leaf.stored.local.storage)
-    chunks = [
-        Chunk(
-            box,
-            byte_range_of(view, record, saved.path),
-            strides=strides_of(view),
-            codec=view.sign,
-            rank=stored.mesh.rank if isinstance(stored, StoredDTensor) else None,
-        )
-        for box, view in place.held
-    ]
-    return TensorEntry(
-        fqn=leaf.fqn,
-        path=leaf.path,
-        section=section,
-        dtype=dtype_named(stored.dtype),
-        shape=stored.shape,
-        chunks=tuple(chunks),
-        layout=place.layout,
-    )
-
-
 def _problems(
-    leaves: Sequence[TensorLeaf], places: Sequence[_Position], path: str
+    leaves: Sequence[TensorLeaf], held: Sequence[Held], path: str
 ) -> Iterator[CheckpointError]:
     """What keeps the tensors of the file from being whole: shards of one rank, Partial."""
-    yield from (place.flaw for place in places if place.flaw is not None)
-    shards = [
-        (leaf.fqn, leaf.stored, place.layout)
-        for leaf, place in zip(leaves, places, strict=True)
-        if isinstance(leaf.stored, StoredDTensor)
-        and place.layout is not None
-        and not _is_whole(place.layout)
-    ]
+    shards = []
+    for leaf, (_, layout, flaw) in zip(leaves, held, strict=True):
+        if flaw is not None:
+            yield flaw.reworded(f"{path}: {leaf.fqn}: {flaw.message}.").concerning((leaf.fqn,))
+        elif isinstance(leaf.stored, StoredDTensor) and layout and not _is_whole(layout):
+            shards.append((leaf.fqn, leaf.stored, layout))
     if not shards:
         return
     fqn, stored, layout = shards[0]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
 
 from ckpt_tools.copying.origin import Origin, writing_from
 from ckpt_tools.copying.out_path import (
@@ -275,7 +274,9 @@ def _kept_on_failure(manifest: Manifest, spec: OutputSpec) -> Iterator[None]:
         kept = _kept(manifest, spec)
         raise type(error)(*filter(None, [kept])) from error
     except CkptError as error:
-        if _is_about_source(error):
+        # What the system refused may succeed the next time.
+        is_fault = isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError)
+        if is_fault or isinstance(error, SourceChangedError):
             manifest.remove()
         else:
             error.advice = " ".join(filter(None, [error.advice, _kept(manifest, spec)])) or None
@@ -346,13 +347,6 @@ def _progress(finished: Collection[str], spec: OutputSpec) -> str:
     return f"{len(finished)} of {counted(len(files), 'file')} ({sizes})"
 
 
-def _is_about_source(error: BaseException) -> bool:
-    """Whether resuming is useless; what the system refused may succeed the next time."""
-    if isinstance(error, SourceChangedError):
-        return True
-    return isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError)
-
-
 def _kept(manifest: Manifest, spec: OutputSpec) -> str | None:
     """How to resume with the finished files; None when there are none, and all is removed."""
     finished, partial = spec.place.finished(spec.plans), spec.place.partial
@@ -381,20 +375,14 @@ def _publish(manifest: Manifest, spec: OutputSpec) -> None:
     if os.path.lexists(manifest.result):
         if spec.single_file is None:
             _put_folder(manifest, spec)
+        elif spec.before is None:
+            place_file(manifest.result, spec.out)
         else:
-            _put_file(manifest.result, spec)
+            spec.before.require(spec.out, lambda _: True, named=spec.out)
+            _keep_mode(spec.out, manifest.result)
+            os.replace(manifest.result, spec.out)
         sync_files([spec.out])
     _tidy(manifest, spec.out)
-
-
-def _put_file(result: str, spec: OutputSpec) -> None:
-    """Make the one file appear as OUT."""
-    if spec.before is not None:
-        spec.before.require(spec.out, lambda _: True, named=spec.out)
-        _keep_mode(spec.out, result)
-        os.replace(result, spec.out)
-        return
-    place_file(result, spec.out)
 
 
 def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
@@ -403,7 +391,11 @@ def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
     if spec.before is None:
         place_folder(manifest.place.folder, out)
         return
-    is_lost = partial(_is_lost, spec, {file.path for file in spec.plans.files})
+    new = {file.path for file in spec.plans.files}
+
+    def is_lost(path: str) -> bool:
+        return path in new or any(fnmatch(os.path.basename(path), glob) for glob in spec.globs)
+
     spec.before.require(out, is_lost, named=out)
     _link_survivors(spec, manifest.place.folder)
     mode = stat.S_IMODE(os.stat(out).st_mode)
@@ -417,11 +409,6 @@ def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
         os.rename(replaced_of(out), out)
         raise
     os.chmod(out, mode)
-
-
-def _is_lost(spec: OutputSpec, new: Collection[str], path: str) -> bool:
-    """Whether a file of the old folder is replaced."""
-    return path in new or any(fnmatch(os.path.basename(path), glob) for glob in spec.globs)
 
 
 def _link_survivors(spec: OutputSpec, new: str) -> None:

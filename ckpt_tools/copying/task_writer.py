@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.copying.parallel import IMPORTING
 from ckpt_tools.copying.read import ChunkReader, OnRun
 from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, copy_of, runs_of, span_of
-from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of, nbytes_of
+from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of
 from ckpt_tools.core.crc import combine, crc32
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import ByteRange
@@ -167,7 +167,7 @@ class _Batch:
         if content.offset != self.start + self.size or is_mean:
             return False
         raw = _raw_nbytes(content)
-        return max(self.size + nbytes_of(content), self.raw_size + raw) <= self.limit
+        return max(self.size + content.nbytes, self.raw_size + raw) <= self.limit
 
     def add_cast(self, piece: Slab) -> int:
         """Make room for a piece that is to be cast, and give its place in the raw buffer."""

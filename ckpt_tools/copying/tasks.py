@@ -28,6 +28,11 @@ class InlineBytes(NamedTuple):
     offset: int
     data: bytes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in the file."""
+        return len(self.data)
+
 
 class Slab(NamedTuple):
     """The part ``box`` of one item, to write at byte ``offset`` of the file."""
@@ -68,7 +73,7 @@ class Task(NamedTuple):
         literals, pieces = self.literals, self.pieces  # each in the order of the file
         ends: list[Content] = [*literals[:1], *literals[-1:], *pieces[:1], *pieces[-1:]]
         first = min((one.offset for one in ends), default=0)
-        return first, max((one.offset + nbytes_of(one) for one in ends), default=0)
+        return first, max((one.offset + one.nbytes for one in ends), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ def cut(plan: FilePlan, task_bytes: int) -> Iterator[Task]:
         pieces = tuple(one for one in contents if isinstance(one, Slab))
         item = _part_of_item(pieces)
         checked = item if item is not None and item.crc_at else None
-        nbytes = sum(map(nbytes_of, contents))
+        nbytes = sum(one.nbytes for one in contents)
         yield Task(plan, number, nbytes, tuple(literals), pieces, checked, len(ranges))
 
 
@@ -136,19 +141,14 @@ def _contents(plan: FilePlan) -> list[Content]:
     for content in contents:
         if content.offset < end:
             raise WriteError(f"The plan of {plan.path} writes byte {content.offset:,} twice.")
-        end = content.offset + nbytes_of(content)
+        end = content.offset + content.nbytes
     if end > plan.length:
         raise WriteError(f"The plan of {plan.path} writes beyond its {plan.length:,} bytes.")
     return contents
 
 
 def _place(content: Content) -> tuple[int, int]:
-    return content.offset, nbytes_of(content)
-
-
-def nbytes_of(content: Content) -> int:
-    """Bytes that a content takes in the file."""
-    return content.nbytes if isinstance(content, Slab) else len(content.data)
+    return content.offset, content.nbytes
 
 
 def _ranges(contents: Iterable[Content], most: int) -> Iterator[list[Content]]:
@@ -156,7 +156,7 @@ def _ranges(contents: Iterable[Content], most: int) -> Iterator[list[Content]]:
     group: list[Content] = []
     size = 0
     for content in contents:
-        nbytes = nbytes_of(content)
+        nbytes = content.nbytes
         is_cut = isinstance(content, Slab) and nbytes > most
         if group and (is_cut or (size and size + nbytes > most)):
             yield group
@@ -184,7 +184,7 @@ def _foreign_slots(contents: Sequence[Content]) -> Iterator[int]:
     """The CRC slots of a range's items that another range's literals may cover."""
     pieces = [one for one in contents if isinstance(one, Slab)]
     is_part = _part_of_item(pieces) is not None
-    start, end = contents[0].offset, contents[-1].offset + nbytes_of(contents[-1])
+    start, end = contents[0].offset, contents[-1].offset + contents[-1].nbytes
     for slot in (slot for piece in pieces for slot in piece.item.crc_at):
         if is_part or slot < start or slot + SLOT_BYTES > end:
             yield slot

@@ -76,7 +76,8 @@ def container_of(paths: Iterable[Path]) -> dict[Path, Section]:
             containers[path[:depth]] = "model" if str(path[depth - 1]) in _MODEL else "optim"
             below[path[:depth]].add(path[depth:-1][:1])
             continue
-        above = _above_param_groups(path)
+        groups = (at for at, part in enumerate(path) if _first_word(part) == "param_groups")
+        above = path[: next(groups, 0)]
         if above:
             containers[above] = "optim"
     for container, inner in below.items():
@@ -99,12 +100,6 @@ def _named_depth(path: Path) -> int:
 def is_container_name(part: str | int) -> bool:
     """Whether frameworks call a container of weights or of an optimizer's state so."""
     return str(part) in _MODEL or str(part) in _OPTIM
-
-
-def _above_param_groups(path: Path) -> Path:
-    """The optimizer that a path of its ``param_groups`` is in; () for any other path."""
-    groups = (depth for depth, part in enumerate(path) if _first_word(part) == "param_groups")
-    return path[: next(groups, 0)]
 
 
 def classify(

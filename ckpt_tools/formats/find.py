@@ -355,7 +355,8 @@ def _inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
     for _ in range(_MAX_DEPTH):
         below: list[str] = []
         for parent in level:
-            for path in _candidates(parent):
+            names = (name for name in paths.names_in(parent) if not frameworks.is_side(name))
+            for path in (os.path.join(parent, name) for name in names):
                 seen += 1
                 if is_checkpoint(_followed(path)):
                     _keep(by_real_path, _followed(path))
@@ -389,9 +390,3 @@ def _keep(by_real_path: dict[str, str], path: str) -> None:
     real = path if paths.is_address(path) else os.path.realpath(path)
     if real not in by_real_path or os.path.islink(by_real_path[real]):
         by_real_path[real] = path
-
-
-def _candidates(parent: str) -> list[str]:
-    """What in a folder could be a checkpoint or lead to one."""
-    names = paths.names_in(parent)
-    return [os.path.join(parent, name) for name in names if not frameworks.is_side(name)]

@@ -14,7 +14,6 @@ from ckpt_tools.copying.tasks import (
     Task,
     contents_of,
     cut,
-    nbytes_of,
     share_of,
 )
 from ckpt_tools.core.dtypes import BY_NAME
@@ -48,10 +47,10 @@ def plans(draw: st.DrawFn) -> FilePlan:
 @given(plans())
 def test_tasks_write_every_byte_once_but_the_slots_of_others(plan: FilePlan) -> None:
     spans = [
-        (content.offset, content.offset + nbytes_of(content))
+        (content.offset, content.offset + content.nbytes)
         for task in cut(plan, TASK_BYTES)
         for content in contents_of(task)
-        if nbytes_of(content)
+        if content.nbytes
     ]
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
     slots = [slot for one in plan.items for slot in one.crc_at]

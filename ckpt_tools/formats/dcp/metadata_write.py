@@ -161,7 +161,8 @@ class _Writer:
         known = self._memo.get(value)
         if known is not None:
             return known
-        return self._remember(value, self.name("torch", "Size") + _tuple(value) + b"\x85R")
+        code = b"(" + b"".join(map(encode_int, value)) + b"t" if value else b")"
+        return self._remember(value, self.name("torch", "Size") + code + b"\x85R")
 
     def path(self, value: Path) -> bytes:
         """A tuple of strings and list places."""
@@ -283,9 +284,3 @@ def _text(value: str) -> bytes:
     if len(data) < 256:
         return b"\x8c%c" % len(data) + data
     return b"X" + struct.pack("<I", len(data)) + data
-
-
-def _tuple(values: tuple[int, ...]) -> bytes:
-    if not values:
-        return b")"
-    return b"(" + b"".join(map(encode_int, values)) + b"t"

@@ -27,6 +27,7 @@ from ckpt_tools.formats.dcp import objects as dcp_objects
 from ckpt_tools.formats.dcp.checks import rank_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
 from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
+from ckpt_tools.formats.protocol import Checksummed
 from ckpt_tools.formats.replicas import Replicas
 from ckpt_tools.formats.slices import JOINED_BY_OWNER
 from ckpt_tools.storage.reader import Files
@@ -187,13 +188,6 @@ def _with(entry: TensorEntry, data: ByteRange) -> TensorEntry:
     return replace(entry, chunks=(chunk,))
 
 
-class _ItemRecord(NamedTuple):
-    """A record of an archive: its bytes, and their CRC-32 where one is kept."""
-
-    data: ByteRange
-    crc: int | None
-
-
 class _Items:
     """Compares items that should be the same, by their bytes or by the CRC-32s of their records."""
 
@@ -251,17 +245,17 @@ class _Items:
             self._same_record(here[name], there[name]) for name in here
         )
 
-    def _same_record(self, one: _ItemRecord, other: _ItemRecord) -> bool:
+    def _same_record(self, one: Checksummed, other: Checksummed) -> bool:
         if one.crc is None or other.crc is None:
             return self._same_bytes(one.data, other.data)
         return (one.data.length, one.crc) == (other.data.length, other.crc)
 
-    def _records(self, item: ByteRange, codec: str) -> dict[str, _ItemRecord]:
+    def _records(self, item: ByteRange, codec: str) -> dict[str, Checksummed]:
         """The records of an item that make up its value."""
         item = dcp_items.unpacked(self._files, item, codec)
         archive = dcp_items.archive_of(self._files, item, item.path)
         return {
-            name: _ItemRecord(ByteRange(item.path, record.offset, record.length), record.crc)
+            name: Checksummed(ByteRange(item.path, record.offset, record.length), record.crc)
             for name in archive.names
             if name == "data.pkl" or name.startswith("data/")
             for record in [archive.record(name)]

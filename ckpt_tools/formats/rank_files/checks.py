@@ -11,6 +11,8 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import attrgetter
+from typing import NamedTuple
 
 from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import TensorEntry
@@ -26,48 +28,42 @@ _LISTED = 32
 _ROWS_SHOWN = 3
 
 
-@dataclass(slots=True)
-class Ranks:
-    """What the files say of the meshes that they are on, and of their own ranks.
-
-    ``torch`` says which torch wrote the meshes, where that is known.
+class _Seat(NamedTuple):
+    """What a file says of itself: the largest mesh of its tensors, which rank of it saved the file
+    and where on the mesh that sits, and which torch wrote it; None where it does not say.
     """
 
-    mesh: Mesh | None = None
-    torch: str | None = None
-    _sizes: dict[Mesh, list[RankFile]] = field(default_factory=dict)
-    _stated: dict[str, tuple[RankFile, int]] = field(default_factory=dict)
-    _seats: dict[tuple[object, ...], list[RankFile]] = field(default_factory=dict)
+    file: RankFile
+    mesh: Mesh
+    rank: int | None
+    at: tuple[int, ...] | None
+    torch: str | None
+
+
+@dataclass(slots=True)
+class Ranks:
+    """What the files say of the meshes that they are on, and of their own ranks."""
+
+    seats: list[_Seat] = field(default_factory=list)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The largest mesh, None where there is none."""
+        return max((seat.mesh for seat in self.seats), key=attrgetter("size"), default=None)
+
+    @property
+    def torch(self) -> str | None:
+        """Which torch wrote the meshes, where that is known."""
+        return next((seat.torch for seat in self.seats if seat.torch is not None), None)
 
     def see(self, file: RankFile, stored: Sequence[Stored]) -> None:
         """Take in the meshes of one file's tensors."""
         meshes = {id(s.mesh): s.mesh for s in stored if isinstance(s, StoredDTensor)}
-        if not meshes:
-            return
-        for held in meshes.values():
-            rank = own_rank(held)
-            if rank is not None:
-                self._stated.setdefault(file.path, (file, rank))
-        largest = max(meshes.values(), key=lambda stored: mesh_of(stored).size)
-        mesh = mesh_of(largest)
-        self.torch = self.torch or written_by(largest.attributes)
-        self._sizes.setdefault(mesh, []).append(file)
-        if largest.coordinate is not None:
-            seat = (file.pattern, mesh, largest.coordinate)
-            self._seats.setdefault(seat, []).append(file)
-        if self.mesh is None or mesh.size > self.mesh.size:
-            self.mesh = mesh
-
-    def add(self, other: Ranks) -> None:
-        """Take in what another process has seen of other files."""
-        self.torch = self.torch or other.torch
-        self._stated.update(other._stated)
-        for mesh, files in other._sizes.items():
-            self._sizes.setdefault(mesh, []).extend(files)
-        for seat, files in other._seats.items():
-            self._seats.setdefault(seat, []).extend(files)
-        if other.mesh is not None and (self.mesh is None or other.mesh.size > self.mesh.size):
-            self.mesh = other.mesh
+        if meshes:
+            rank = next((r for r in map(own_rank, meshes.values()) if r is not None), None)
+            largest = max(meshes.values(), key=lambda stored: mesh_of(stored).size)
+            torch = written_by(largest.attributes)
+            self.seats.append(_Seat(file, mesh_of(largest), rank, largest.coordinate, torch))
 
     def world_size(self, families: Sequence[Family]) -> int:
         """The number of ranks: as the names say, else as the meshes and the numbers have it."""
@@ -84,28 +80,28 @@ class Ranks:
             yield UnsupportedError(
                 f"{beyond[0]} is of a rank that a world of {world} does not have.", hint=_MIXED
             )
-        sizes = sorted({mesh.size for mesh in self._sizes})
+        on_mesh: dict[Mesh, list[int]] = {}
+        for seat in self.seats:
+            on_mesh.setdefault(seat.mesh, []).append(seat.file.rank)
+        sizes = {mesh.size for mesh in on_mesh}
         if len(sizes) > 1:
-            shown = "; ".join(
-                f"{mesh} on ranks {listed([file.rank for file in files])}"
-                for mesh, files in self._sizes.items()
-            )
+            shown = "; ".join(f"{mesh} on ranks {listed(own)}" for mesh, own in on_mesh.items())
             yield UnsupportedError(
                 f"The files are of saves with {len(sizes)} mesh sizes: {shown}.", hint=_MIXED
             )
-        if self.mesh is not None and self.mesh.size > world:
+        mesh = self.mesh
+        if mesh is not None and mesh.size > world:
             yield UnsupportedError(
-                f"The names say {world} ranks, but the files' mesh {self.mesh} has "
-                f"{self.mesh.size}.",
+                f"The names say {world} ranks, but the files' mesh {mesh} has {mesh.size}.",
                 hint=_MIXED,
             )
         yield from self._wrong_names()
         yield from self._twins(world)
 
     def _wrong_names(self) -> Iterator[CheckpointError]:
-        wrong = [(file, rank) for file, rank in self._stated.values() if file.rank != rank]
+        wrong = [seat for seat in self.seats if seat.rank not in (None, seat.file.rank)]
         if wrong:
-            file, rank = wrong[0]
+            file, rank = wrong[0].file, wrong[0].rank
             more = f" {len(wrong) - 1} more files are not of their rank." if len(wrong) > 1 else ""
             yield UnsupportedError(
                 f"{file.path} is of rank {file.rank} by its name, but rank {rank} saved it.{more}",
@@ -113,8 +109,12 @@ class Ranks:
             )
 
     def _twins(self, world: int) -> Iterator[CheckpointError]:
-        for (_, mesh, at), files in self._seats.items():
-            if len(files) > 1 and isinstance(mesh, Mesh) and mesh.size == world:
+        seats: dict[tuple[str, Mesh, tuple[int, ...]], list[RankFile]] = {}
+        for file, mesh, _, at, _ in self.seats:
+            if at is not None:
+                seats.setdefault((file.pattern, mesh, at), []).append(file)
+        for (_, mesh, at), files in seats.items():
+            if len(files) > 1 and mesh.size == world:
                 one, other = files[:2]
                 yield UnsupportedError(
                     f"{one.path} and {os.path.basename(other.path)} were both saved by the rank at "

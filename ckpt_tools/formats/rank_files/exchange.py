@@ -137,7 +137,7 @@ def _add(reading: IndexBuilder, one: RankHeaders) -> None:
         reading.gathered.objects.setdefault(path, []).extend(objects)
     reading.gathered.add_tree(one.gathered.tree, f"The file of rank {one.rank}")
     reading.gathered.clashes.extend(one.gathered.clashes)
-    reading.ranks.add(one.ranks)
+    reading.ranks.seats.extend(one.ranks.seats)
     reading.sizes.update(one.sizes)
     for pattern, held in one.held.items():
         reading.held.setdefault(pattern, set()).update(held)

@@ -33,7 +33,7 @@ from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
-from ckpt_tools.formats.rank_files.exchange import RankHeaders
+from ckpt_tools.formats.rank_files.read import RankHeaders
 from ckpt_tools.proof.damage import check_copied
 from ckpt_tools.storage.reader import Files
 
@@ -125,7 +125,7 @@ class _Gatherer:
             with group.collective(), Files(sizes=options.sizes) as files:
                 write(mine.uncut, files)
             with Files(sizes=options.sizes) as files:
-                parts = self.headers[group.rank].parts()
+                parts = rank_exchange.parts_in(self.headers[group.rank])
                 Gathering(group, self.device_type, index, parts, files, seen).run(mine.cut, write)
         require_all_written(group, plans, place, nbytes=done, planned=mine.planned)
 
@@ -149,7 +149,7 @@ class _Gatherer:
     def _part_of(self, plans: LazyPlans, index: CheckpointIndex) -> _RanksPart:
         """What this rank writes, in one pass over all plans; each of them is made for it."""
         group = self.group
-        owners = {path: one.rank for one in self.headers for path in one.sizes}
+        owners = {path: rank for rank, one in enumerate(self.headers) for path in one.sizes}
         tensors = frozenset(e.fqn for e in index.tensors if e.layout is not None)
         uncut: list[FilePlan] = []
         cut: dict[str, list[FilePlan]] = {}

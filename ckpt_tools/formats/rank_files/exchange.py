@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from glob import escape, glob
 
 from ckpt_tools.core import names
@@ -17,27 +16,10 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import checks, file_names
-from ckpt_tools.formats.rank_files.entries import Gathered
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
 from ckpt_tools.formats.rank_files.parts import MAX_COMPARED, RankTensor, elements
-from ckpt_tools.formats.rank_files.read import IndexBuilder
+from ckpt_tools.formats.rank_files.read import RankHeaders
 from ckpt_tools.storage.reader import Files
-
-
-@dataclass(frozen=True, slots=True)
-class RankHeaders:
-    """What one rank's files hold, without their bytes."""
-
-    rank: int
-    gathered: Gathered
-    ranks: checks.Ranks
-    sizes: dict[str, int]
-    held: dict[str, set[str]]
-    notes: list[str]
-
-    def parts(self) -> dict[str, RankTensor]:
-        """The rank's part of each tensor, by name."""
-        return {names.join(path): parts[0] for path, parts in self.gathered.tensors.items()}
 
 
 def listing(path: str) -> list[RankFile]:
@@ -84,22 +66,20 @@ def read_headers(
     Raises IncompleteError when there are none, and what reading a file raises.
     """
     with Files() as files:
-        reading = IndexBuilder(files, options)
+        headers, is_one_of = RankHeaders(), len(families) > 1
         for family in families:
             own = tuple(file for file in family.files if file.rank == rank)
-            reading.read(family._replace(files=own), contained=len(families) > 1)
-        if reading.broken:
-            raise reading.broken[0][1]
-        if not reading.sizes:
+            headers.read(family._replace(files=own), files, options, contained=is_one_of)
+        if headers.broken:
+            raise headers.broken[0][1]
+        if not headers.sizes:
             raise IncompleteError(
                 f"{where} holds no file of rank {rank} on the machine of that rank.",
                 hint=f"It should be {families[0].path_of(rank)}.",
             )
-        for parts in reading.gathered.tensors.values():
+        for parts in headers.gathered.tensors.values():
             parts[:] = [_with_digest(part, files) for part in parts]
-    return RankHeaders(
-        rank, reading.gathered, reading.ranks, reading.sizes, reading.held, reading.notes
-    )
+    return headers
 
 
 def _with_digest(part: RankTensor, files: Files) -> RankTensor:
@@ -110,6 +90,11 @@ def _with_digest(part: RankTensor, files: Files) -> RankTensor:
     return part._replace(crc=crc32(elements(part, files)), fills_record=True)
 
 
+def parts_in(headers: RankHeaders) -> dict[str, RankTensor]:
+    """One rank's part of each tensor, by name."""
+    return {names.join(path): parts[0] for path, parts in headers.gathered.tensors.items()}
+
+
 def joined_index(
     root: str, headers: Sequence[RankHeaders], families: Sequence[Family]
 ) -> CheckpointIndex:
@@ -118,27 +103,13 @@ def joined_index(
     Raises UnsupportedError when a name is in the files of two families. Ties are not looked for.
     """
     with Files() as files:
-        reading = IndexBuilder(files, ReadOptions())
-        for one in headers:
-            _add(reading, one)
+        every = RankHeaders()
+        for rank, one in enumerate(headers):
+            every.add(one, f"The file of rank {rank}")
         try:
-            return reading.index(root, families)
+            return every.index(root, families, files)
         except IncompleteError as error:
             raise UnsupportedError(
                 f"{root}: two ranks hold tensors that can only be compared side by side: {error}",
                 hint="Bring all rank files into one folder, and use --engine copy.",
             ) from error
-
-
-def _add(reading: IndexBuilder, one: RankHeaders) -> None:
-    for path, parts in one.gathered.tensors.items():
-        reading.gathered.tensors.setdefault(path, []).extend(parts)
-    for path, objects in one.gathered.objects.items():
-        reading.gathered.objects.setdefault(path, []).extend(objects)
-    reading.gathered.add_tree(one.gathered.tree, f"The file of rank {one.rank}")
-    reading.gathered.clashes.extend(one.gathered.clashes)
-    reading.ranks.seats.extend(one.ranks.seats)
-    reading.sizes.update(one.sizes)
-    for pattern, held in one.held.items():
-        reading.held.setdefault(pattern, set()).update(held)
-    reading.notes.extend(one.notes)

@@ -80,9 +80,9 @@ def read_index(
     candidates = named or numbered.families(file_paths, options)
     families = file_names.joined(candidates, where=root)
     with Files(max_open=_MAX_OPEN) as files, collector_paused():
-        reading = IndexBuilder(files, options)
+        headers = RankHeaders()
         for family in families:
-            reading.read(family, contained=len(families) > 1)
+            headers.read(family, files, options, contained=len(families) > 1)
         if not named:
             for family in families:
                 ranks = [
@@ -90,8 +90,8 @@ def read_index(
                     for one in family.files
                 ]
                 text = "Ranks were taken from the meshes in the files, not from names"
-                reading.notes.append(f"{text}: {some(ranks)}.")
-        return reading.index(root, families)
+                headers.notes.append(f"{text}: {some(ranks)}.")
+        return headers.index(root, families, files)
 
 
 def _files_in(folder: str) -> list[str]:
@@ -105,11 +105,9 @@ def _names(folder: str) -> list[str]:
 
 
 @dataclass(slots=True)
-class IndexBuilder:
-    """What the files read so far hold."""
+class RankHeaders:
+    """What the files read so far hold, without their bytes: a value that can be sent."""
 
-    files: Files
-    options: ReadOptions
     gathered: Gathered = field(default_factory=Gathered)
     ranks: checks.Ranks = field(default_factory=checks.Ranks)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -118,12 +116,12 @@ class IndexBuilder:
     held: dict[str, set[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def read(self, family: Family, *, contained: bool) -> None:
+    def read(self, family: Family, files: Files, options: ReadOptions, *, contained: bool) -> None:
         """Read the files of a family, in the order of their ranks."""
         family_ties: ties.Ties | None = None
         for file in family.files:
             try:
-                state, pickle = self._state(file, contained=contained)
+                state, pickle = self._state(file, files, options, contained=contained)
             except (UnsupportedError, UnsafePickleError) as error:
                 if not file_names.holds_other_state(family.name):
                     raise
@@ -139,10 +137,12 @@ class IndexBuilder:
                 family_ties = ties.still_tied(family_ties, state.tensors)
         self.ties = (*self.ties, *(family_ties or ()))
 
-    def _state(self, file: RankFile, *, contained: bool) -> tuple[StateDict, ByteRange]:
+    def _state(
+        self, file: RankFile, files: Files, options: ReadOptions, *, contained: bool
+    ) -> tuple[StateDict, ByteRange]:
         """The leaves of one file, in the container they belong into, and its pickle's place."""
-        self.sizes[file.path] = self.files.size(file.path)
-        saved = open_saved(file.path, self.files, options=self.options)
+        self.sizes[file.path] = files.size(file.path)
+        saved = open_saved(file.path, files, options=options)
         container: tuple[str, ...] = ()
         tops = saved.value.keys() if isinstance(saved.value, dict) else ()
         if contained and not file_names.has_container(tops, file.family):
@@ -182,12 +182,29 @@ class IndexBuilder:
         self.gathered.objects[path] = [part]
         self.notes.append(f"Kept closed: {error.message}")
 
-    def index(self, root: str, families: Sequence[Family]) -> CheckpointIndex:
-        """The index of all that was read; raises the first error when that is nothing."""
+    def add(self, other: RankHeaders, whose: str) -> None:
+        """Take in what another process has read; ``whose`` says of what, in an error."""
+        for path, parts in other.gathered.tensors.items():
+            self.gathered.tensors.setdefault(path, []).extend(parts)
+        for path, objects in other.gathered.objects.items():
+            self.gathered.objects.setdefault(path, []).extend(objects)
+        self.gathered.add_tree(other.gathered.tree, whose)
+        self.gathered.clashes += other.gathered.clashes
+        self.ranks.seats += other.ranks.seats
+        self.sizes |= other.sizes
+        for pattern, held in other.held.items():
+            self.held.setdefault(pattern, set()).update(held)
+        self.notes += other.notes
+
+    def index(self, root: str, families: Sequence[Family], files: Files) -> CheckpointIndex:
+        """The index of all that was read; raises the first error when that is nothing.
+
+        ``files`` are read only to compare small replicas.
+        """
         if self.broken and len(self.broken) == sum(len(family.files) for family in families):
             raise self.broken[0][1]
         world = self.ranks.world_size(families)
-        entries = entries_of(root, self.gathered, self.files)
+        entries = entries_of(root, self.gathered, files)
         spared = [f for f in families if checks.are_whole_groups(f, world, entries.tensors)]
         needed = [family for family in families if family not in spared]
         absent = {f: set(range(world)) - {file.rank for file in f.files} for f in needed}

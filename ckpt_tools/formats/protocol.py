@@ -221,6 +221,11 @@ def lengths_of(index: CheckpointIndex) -> dict[str, int]:
     return {file.path: file.length for file in index.files if file.length is not None}
 
 
+def is_there(data: ByteRange, lengths: Mapping[str, int]) -> bool:
+    """Whether all of a byte range is in a file that is there, by `lengths_of`."""
+    return data.offset + data.length <= lengths.get(data.path, 0)
+
+
 def plain_parts(path: str, length: int) -> Iterator[ChecksumPart]:
     """A file without checksums, in parts of 64 MiB."""
     for data in cut(ByteRange(path, 0, length), PART_BYTES):

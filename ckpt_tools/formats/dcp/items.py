@@ -33,7 +33,7 @@ from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.nodes import shown
 from ckpt_tools.formats.pickle.rebuild import RESAVE
 from ckpt_tools.formats.pickle.torch_stubs import Stored, StoredTensor
-from ckpt_tools.formats.protocol import Checksummed, ChecksumPart, lengths_of, plain_parts
+from ckpt_tools.formats.protocol import Checksummed, ChecksumPart, is_there, lengths_of, plain_parts
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved, strides_of
 from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
@@ -113,7 +113,7 @@ class _Opener:
         """What stands around the elements of a tensor's items: all that is read of most."""
         for chunk in entry.chunks:
             path, offset, length = chunk.data
-            if chunk.codec is not None and self._is_there(chunk.data):
+            if chunk.codec is not None and is_there(chunk.data, self._lengths):
                 edge = min(length, MAX_FRAME)
                 yield ByteRange(path, offset, edge)
                 yield ByteRange(path, offset + length - edge, edge)
@@ -125,7 +125,7 @@ class _Opener:
             return self._as_found(entry, chunk, chunk.data, place)
         if chunk.codec is None:
             return chunk
-        if 0 in chunk.box.sizes and not self._is_there(chunk.data):
+        if 0 in chunk.box.sizes and not is_there(chunk.data, self._lengths):
             return chunk._replace(data=chunk.data._replace(length=0), codec=None)
         if chunk.codec in SIGNS:
             return resolved(chunk, entry.dtype, self._files)
@@ -134,7 +134,7 @@ class _Opener:
 
     def _as_known(self, entry: TensorEntry, chunk: Chunk) -> _ItemContents | None:
         """What an item is, when it is like one that was read and as `.metadata` says."""
-        if chunk.codec != TORCH_SAVE or not self._is_there(chunk.data):
+        if chunk.codec != TORCH_SAVE or not is_there(chunk.data, self._lengths):
             return None
         path, offset, length = chunk.data
         window = self._windows.get(path)
@@ -187,12 +187,9 @@ class _Opener:
             torch_zip.require_little_endian(archive)
         offset = record.offset + start - item.offset
         place = _ItemContents(stored, offset, end - start, strides_of(stored))
-        if self._is_there(item):
+        if is_there(item, self._lengths):
             self._known.learn(archive, f"data/{stored.storage.key}", place)
         return place
-
-    def _is_there(self, data: ByteRange) -> bool:
-        return data.offset + data.length <= self._lengths.get(data.path, 0)
 
     def _stored(self, data: bytes, where: str) -> StoredTensor:
         stored = self._seen.get(data)
@@ -253,7 +250,7 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     only_items: set[str] = set()
     archives = checksums.Archives(files)
     for data, codec in items:
-        if data.offset + data.length <= lengths.get(data.path, 0):
+        if is_there(data, lengths):
             only_items.add(data.path)
             if codec == TORCH_SAVE:
                 yield from archives.parts(data)

@@ -25,7 +25,7 @@ from ckpt_tools.errors import CheckpointError, IncompleteError, UnsafePickleErro
 from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of, fetched, unpacked
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, StoredTensor
-from ckpt_tools.formats.protocol import Index, lengths_of
+from ckpt_tools.formats.protocol import Index, is_there, lengths_of
 from ckpt_tools.formats.torch_file.locate import resolved
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
@@ -140,7 +140,7 @@ def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]
         and not entry.opened
         and entry.flaw is None
         and entry.fqn not in damaged
-        and entry.data.offset + entry.data.length <= lengths.get(entry.data.path, 0)
+        and is_there(entry.data, lengths)
     ]
     archives = sorted((e for e in there if e.codec == TORCH_SAVE), key=lambda entry: entry.data)
     said_later = (CheckpointError,)  # when they are opened

@@ -20,6 +20,7 @@ from ckpt_tools.core.index import (
     Path,
     TensorEntry,
 )
+from ckpt_tools.core.plain_values import are_same
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.formats.dcp import items as dcp_items
@@ -27,7 +28,7 @@ from ckpt_tools.formats.dcp import objects as dcp_objects
 from ckpt_tools.formats.dcp.checks import rank_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
 from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
-from ckpt_tools.formats.protocol import Checksummed
+from ckpt_tools.formats.protocol import Checksummed, is_there, lengths_of
 from ckpt_tools.formats.replicas import Replicas
 from ckpt_tools.formats.slices import JOINED_BY_OWNER
 from ckpt_tools.storage.reader import Files
@@ -192,12 +193,14 @@ class _Items:
     """Compares items that should be the same, by their bytes or by the CRC-32s of their records."""
 
     def __init__(self, index: CheckpointIndex, files: Files) -> None:
-        self._lengths = {file.path: file.length or 0 for file in index.files}
+        self._lengths = lengths_of(index)
         self._files = files
 
     def differ(self, chunk: Chunk, other: ByteRange) -> bool:
         """Whether a replica of a chunk certainly holds something else."""
-        if not chunk.box.numel or not (self._is_there(chunk.data) and self._is_there(other)):
+        if not chunk.box.numel or not (
+            is_there(chunk.data, self._lengths) and is_there(other, self._lengths)
+        ):
             return False
         if chunk.codec is None:
             return not self._same_bytes(chunk.data, other)
@@ -205,24 +208,17 @@ class _Items:
 
     def objects_differ(self, entry: ObjectEntry, other: ByteRange) -> bool:
         """Whether another rank's object is certainly or possibly another one."""
-        if not (self._is_there(entry.data) and self._is_there(other)):
+        if not (is_there(entry.data, self._lengths) and is_there(other, self._lengths)):
             return False
         codec = entry.codec or dcp_items.TORCH_SAVE
         if self._same_items(entry.data, other, codec):
             return False
         try:
-            values = [
-                repr(opened.value)
-                for data in (entry.data, other)
-                for opened in [dcp_objects.opened(replace(entry, data=data), self._files)]
-                if opened.opened
-            ]
+            one = dcp_objects.opened(entry, self._files)
+            two = dcp_objects.opened(replace(entry, data=other), self._files)
         except CheckpointError:
             return True
-        return len(values) != 2 or values[0] != values[1]
-
-    def _is_there(self, data: ByteRange) -> bool:
-        return data.offset + data.length <= self._lengths.get(data.path, 0)
+        return not (one.opened and two.opened and are_same(one.value, two.value))
 
     def _same_bytes(self, one: ByteRange, other: ByteRange) -> bool:
         if one.length != other.length:

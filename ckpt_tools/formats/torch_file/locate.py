@@ -6,7 +6,7 @@ and with its elements as they are; its chunk then points at a copy of the bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, NotReadError
-from ckpt_tools.formats.protocol import lengths_of
+from ckpt_tools.formats.protocol import is_there, lengths_of
 from ckpt_tools.storage.reader import Files, Unpack
 
 if TYPE_CHECKING:
@@ -51,10 +51,6 @@ def located(
     objects. ``entries`` are the tensors of the index, where something is to be read for each.
     """
     lengths = lengths_of(index)
-
-    def is_there(data: ByteRange) -> bool:
-        return data.offset + data.length <= lengths.get(data.path, 0)
-
     tensors, problems = [], list(index.problems)
     found: dict[str, tuple[CheckpointError, list[str]]] = {}
     damaged = {fqn for problem in problems for fqn in problem.about}
@@ -64,7 +60,7 @@ def located(
             continue
         try:
             one = partial(raw, entry)
-            chunks = [_with_replicas(chunk, one, is_there) for chunk in entry.chunks]
+            chunks = [_with_replicas(chunk, one, lengths) for chunk in entry.chunks]
             tensors.append(replace(entry, chunks=chunks))
         except CheckpointError as error:
             # Of the error without its traceback, whose frames hold what was read: 64 KiB each.
@@ -88,14 +84,17 @@ def flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
 
 
 def _with_replicas(
-    chunk: Chunk, raw: Callable[[Chunk], Chunk], is_there: Callable[[ByteRange], bool]
+    chunk: Chunk, raw: Callable[[Chunk], Chunk], lengths: Mapping[str, int]
 ) -> Chunk:
     """The chunk and those of its replicas with the same layout, as raw elements."""
     first = raw(chunk)
     if not chunk.replicas or chunk.codec is None:
         return first
     bare = chunk._replace(replicas=())
-    others = [raw(bare._replace(data=data)) if is_there(data) else None for data in chunk.replicas]
+    others = [
+        raw(bare._replace(data=data)) if is_there(data, lengths) else None
+        for data in chunk.replicas
+    ]
     layout = (first.strides, first.codec, first.data.length)
     replicas = [
         data if other is None else other.data

@@ -27,7 +27,6 @@ from ckpt_tools.formats import (
     rank_files,
     runs,
     slices,
-    tensor_parallel,
     torch_file,
 )
 from ckpt_tools.formats.options import ReadOptions
@@ -72,8 +71,10 @@ def read_written(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoi
     refuse_special([path])
     place = member(path)
     foreign.refuse_foreign(place)
-    cut = tensor_parallel.parts_at(place)
+    cut = frameworks.tensor_parallel_parts(place)
     if cut:
+        from ckpt_tools.formats import tensor_parallel  # late: few models are in such parts
+
         before = _states(os.path.dirname(cut[0]) or ".")
         return _with_states(tensor_parallel.read_index(place, cut, options), before)
     if not is_checkpoint(place):

@@ -10,6 +10,8 @@ side files around it, or in parts; this room knows those names.
     state.ckpt/       Lightning             .metadata with .distcp files, and all else in meta.pt
     epoch_0_step_2/   Automodel             model/ of safetensors, optim/ of DCP; and so any folder
                                             of one model and one optimizer in two formats
+    Llama-2-13b/      Meta                  consolidated.00.pth, consolidated.01.pth: parts of each
+                                            tensor, which `tensor_parallel` joins
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ _OPTIM = ("optimizer_0", "optimizer.bin", "optimizer_0_rank*.bin")
 _RANK_OF_OLMO = re.compile(r"rank(\d+)\.pt")
 _OF_AUTOMODEL = re.compile(r"epoch_\d+_step_\d+")
 _STEPS_OF_AUTOMODEL = "step_scheduler.pt"
+_TENSOR_PARALLEL = re.compile(r"consolidated\.(\d+)\.pth")
 # Files that torch.save wrote, and that hold no weights.
 _SIDE_FILE = re.compile(
     rf"({RANDOM_STATES.pattern}|rng_state.*\.pth|{_SCHEDULERS.pattern}"
@@ -147,6 +150,26 @@ def _by_entries(index: CheckpointIndex) -> tuple[str, str] | None:
     if is_state and any(entry.path[:2] == ("state", "timestamp") for entry in index.objects):
         return "composer", "the entry state.timestamp"
     return None
+
+
+def tensor_parallel_parts(path: str) -> list[str]:
+    """All of Meta's parts (``consolidated.00.pth`` …) of the model that a file or folder is of, by
+    number; none where one is the whole, as a lone first one is.
+    """
+    is_folder = paths.is_dir(path)
+    if not is_folder and not _TENSOR_PARALLEL.fullmatch(os.path.basename(path)):
+        return []
+    folder = path if is_folder else os.path.dirname(path)
+    names = [name for name in paths.names_in(folder or ".") if _TENSOR_PARALLEL.fullmatch(name)]
+    if len(names) == 1 and number_of_part(names[0]) == 0:
+        return []
+    return [os.path.join(folder, name) for name in sorted(names, key=number_of_part)]
+
+
+def number_of_part(path: str) -> int:
+    """The number of a tensor-parallel part; -1 for any other file."""
+    match = _TENSOR_PARALLEL.fullmatch(os.path.basename(path))
+    return int(match[1]) if match else -1
 
 
 @dataclass(frozen=True, slots=True)

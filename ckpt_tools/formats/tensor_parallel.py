@@ -21,31 +21,11 @@ from ckpt_tools.errors import (
     UnsupportedError,
     Way,
 )
+from ckpt_tools.formats.frameworks import number_of_part
 from ckpt_tools.formats.options import Cut, ReadOptions
+from ckpt_tools.formats.torch_file import read as torch_file
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
-
-_PART = re.compile(r"consolidated\.(\d+)\.pth")
-
-
-def parts_at(path: str) -> list[str]:
-    """All parts of the model that a file or folder is of, by number; none where one is the whole.
-
-    A lone first part is the whole.
-    """
-    is_folder = paths.is_dir(path)
-    if not is_folder and not _PART.fullmatch(os.path.basename(path)):
-        return []
-    folder = path if is_folder else os.path.dirname(path)
-    names = [name for name in paths.names_in(folder or ".") if _PART.fullmatch(name)]
-    if len(names) == 1 and _number(names[0]) == 0:
-        return []
-    return [os.path.join(folder, name) for name in sorted(names, key=_number)]
-
-
-def _number(path: str) -> int:
-    match = _PART.fullmatch(os.path.basename(path))
-    return int(match[1]) if match else -1
 
 
 def read_index(path: str, parts: Sequence[str], options: ReadOptions) -> CheckpointIndex:
@@ -65,14 +45,12 @@ def read_index(path: str, parts: Sequence[str], options: ReadOptions) -> Checkpo
             "convert_llama_weights_to_hf.py).",
             instead=Instead(path, (Way(folder, ("--map", "meta-llama-to-hf")),)),
         )
-    held = set(map(_number, parts))
+    held = set(map(number_of_part, parts))
     lost = [f"{number:02}" for number in range(len(held)) if number not in held]
     if lost:
         raise IncompleteError(
             f"{folder} lacks the tensor-parallel parts {some(lost)}; it has {max(held):02}."
         )
-    from ckpt_tools.formats.torch_file import read as torch_file  # late: few models are in parts
-
     indexes = [torch_file.read_file(part, options=options) for part in parts]
     with Files() as files:
         joining = _Joining(folder, indexes, options.cuts, files)

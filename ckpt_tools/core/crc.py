@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Collection
 from functools import lru_cache
 from itertools import starmap
 
@@ -70,6 +71,10 @@ class KnownCrcs:
     def nbytes(self) -> int:
         """Bytes of all runs together."""
         return sum(length for length, _ in self._runs.values())
+
+    def nbytes_in(self, paths: Collection[str]) -> int:
+        """Bytes of the runs in these files."""
+        return sum(length for (path, _), (length, _) in self._runs.items() if path in paths)
 
     def add(self, data: ByteRange, crc: int) -> None:
         """Add a run; of two that begin at one place, the longer one counts."""

@@ -15,7 +15,7 @@ from threading import Lock, local
 from typing import NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.copying.parallel import in_threads
+from ckpt_tools.copying.parallel import choose_threads, in_threads
 from ckpt_tools.core.crc import KnownCrcs, combine, crc32
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk
 from ckpt_tools.core.progress import Tally, ignore_bytes
@@ -218,13 +218,19 @@ def _read(
     total = ReadResult()
     # As they lie in the files, so that small ones are read together.
     places = sorted(range(len(parts)), key=lambda place: parts[place].data)
+    is_far = any(is_address(part.data.path) for part in parts[:1])
+    if threads is None and not is_far:
+        # What was seen is only looked up, and threads would stand in one another's way.
+        nbytes = sum(part.nbytes for part in parts)
+        nbytes -= checker.seen.nbytes_in({part.data.path for part in parts})
+        threads = choose_threads(nbytes, sizes, lanes=len(parts))
     results = in_threads(
         checker.check,
         [parts[place] for place in places],
         sizes,
         threads=threads,
         nbytes=lambda part: part.nbytes,
-        ahead=checker.fetch if any(is_address(part.data.path) for part in parts[:1]) else None,
+        ahead=checker.fetch if is_far else None,
     )
     for _, found in sorted(zip(places, results, strict=True), key=itemgetter(0)):
         total.add(found)
@@ -252,7 +258,7 @@ class _Checker:
     def __init__(self, files: Files, tally: Tally, seen: KnownCrcs) -> None:
         self._files = files
         self._tally = tally
-        self._seen = seen
+        self.seen = seen
         self._own = local()
 
     def fetch(self, parts: Iterable[ChecksumPart]) -> None:
@@ -278,7 +284,7 @@ class _Checker:
                 reading.plain_bytes += sum(map(len, self._blocks(one.data)))
                 return
             whole = one.record or one.data
-            known = self._seen.crc_of(whole) if whole.length else None
+            known = self.seen.crc_of(whole) if whole.length else None
             if known is not None:
                 if one.data.offset == whole.offset:
                     reading.check(one, known)
@@ -305,6 +311,6 @@ class _Checker:
         window: Window | None = getattr(self._own, "window", None)
         if window is None:
             sizes = self._files.sizes
-            nbytes = sizes.checked_edge if self._seen else sizes.checked
+            nbytes = sizes.checked_edge if self.seen else sizes.checked
             window = self._own.window = Window(self._files, nbytes)
         return window

@@ -57,7 +57,7 @@ ckpt-tools/verify/1.
     "ckpt-tools verify run7/step-1000 --quick",
     "ckpt-tools verify run7 --quick",
     "ckpt-tools verify run7/step-1000 --against step-1000.fingerprint.json",
-    "ckpt-tools verify run7-hf --against run7/step-1000 --only model",
+    "ckpt-tools verify run7-hf --against run7/step-1000 --only model --cast",
 )
 
 
@@ -72,6 +72,11 @@ class _Asked:
         "--against",
         "Compare the tensors that the filters choose with this fingerprint or checkpoint.",
         metavar="FILE|CKPT",
+    )
+    cast: bool = option(
+        False,
+        "--cast",
+        "With --against CKPT: where floating types differ, cast its values as export --dtype does.",
     )
     expect_ranks: int | None = option(
         None,
@@ -95,6 +100,8 @@ def command(asked: _Asked) -> None:
             "verify always checks everything; --include, --exclude and --only choose only what "
             "--against compares."
         )
+    if asked.cast and against is None:
+        raise UsageError("--cast says how --against compares: give both.")
     ckpts, read = [*map(asked.reading.find, asked.ckpts)], asked.reading.options
     several = [saved.path for ckpt in ckpts for saved in run_of(ckpt) or [Saved(ckpt, None)]]
     if len(several) > 1 or several != ckpts:
@@ -187,6 +194,8 @@ def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
     """Compare the chosen tensors with a fingerprint, or with those of another checkpoint."""
     chosen, threads = asked.filters, asked.threads
     if is_fingerprint(against):
+        if asked.cast:
+            raise UsageError("--cast needs a checkpoint: a fingerprint has no values to cast.")
         reference = load(against)
         if not chosen.wants_all:
             reference = reference.select(chosen.include, chosen.exclude, chosen.only)
@@ -200,7 +209,11 @@ def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
     with Files() as files:
         theirs, mine, left_out = without_left_out(theirs, mine, files)
         with _comparing(mine, theirs) as on_bytes:
-            compared = compare_checkpoints(mine, theirs, files, threads=threads, on_bytes=on_bytes)
+            compared = compare_checkpoints(
+                mine, theirs, files, cast=asked.cast, threads=threads, on_bytes=on_bytes
+            )
+    if not asked.cast and any(one.what == "dtype" for one in compared.differences):
+        say(f"Types differ. For what export --dtype wrote: verify {mine.root} --against … --cast.")
     return _Against(against, compared, left_out)
 
 
@@ -318,7 +331,9 @@ def _comparison(other: _Against) -> Iterator[render.Fact]:
         yield "against", f"{against}: it has no tensors to compare with"
         return
     differing = [_difference(one) for one in compared.differences]
-    found = counted(len(differing), "difference") if differing else "the same, bit for bit"
+    casts = "".join(f", {many:,} cast from {types}" for types, many in compared.casts.items())
+    same = f"the same, bit for bit{casts}"
+    found = counted(len(differing), "difference") if differing else same
     left_out = ", ".join(map(str, other.left_out))
     more = f"; left out on purpose: {left_out}" if left_out else ""
     said = f"{against}: {found} ({', '.join(compared.compared)}){more}"
@@ -346,14 +361,13 @@ def as_json(report: VerifyReport, other: _Against | None) -> dict[str, render.Js
 
 
 def _comparison_json(other: _Against) -> dict[str, render.Json]:
-    compared = other.compared
-    if compared is None:
-        return {"path": other.path, "compared": [], "same": False, "differences": []}
+    compared = other.compared or Comparison((), (), ())
     return {
         "path": other.path,
         "compared": compared.compared,
         "not_compared": compared.extra,
-        "same": compared.same,
+        "same": other.same,
+        "casts": dict(compared.casts),
         "left_out": records.as_json(other.left_out),
         "differences": records.as_json(compared.differences),
     }

@@ -32,6 +32,7 @@ from ckpt_tools.proof.pairs import (
     compare_entries,
     compare_headers,
     compare_objects_of,
+    stream_as,
 )
 from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.storage.paths import is_address
@@ -204,22 +205,7 @@ def _as_type(
     if mean is not None:
         yield from _averaged(mean, box, dtype, files, on_run)
         return
-    pieces = stream_box(entry, box, files=files, on_run=on_run)
-    if entry.dtype == dtype:
-        yield from pieces
-        return
-    with IMPORTING:
-        from ckpt_tools.copying.cast import Caster
-
-    caster, most = Caster(entry.dtype, dtype), files.sizes.numbers
-    buffer = memoryview(bytearray(most * dtype.itemsize))
-    block = most * entry.dtype.itemsize
-    for piece in pieces:
-        for start in range(0, len(piece), block):
-            raw = piece[start : start + block]
-            out = buffer[: len(raw) // entry.dtype.itemsize * dtype.itemsize]
-            caster.cast(raw, out)
-            yield out
+    yield from stream_as(entry, box, dtype, files, on_run=on_run)
 
 
 def _averaged(

@@ -7,8 +7,9 @@ weights can be the reference of a whole checkpoint.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from ckpt_tools import formats
@@ -58,11 +59,15 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Which sections were compared, and what differs; ``extra`` sections the reference lacks."""
+    """Which sections were compared, and what differs; ``extra`` sections the reference lacks.
+
+    ``casts`` counts the tensors that are the same after a cast, "float32 to bfloat16".
+    """
 
     compared: tuple[Section, ...]
     extra: tuple[Section, ...]
     differences: tuple[Difference, ...]
+    casts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
@@ -110,10 +115,14 @@ def compare_checkpoints(
     reference: CheckpointIndex,
     files: Files,
     *,
+    cast: bool = False,
     threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Comparison:
     """Compare two checkpoints; ``on_bytes`` gets the number of bytes read of both.
+
+    With ``cast``, floating tensors of another type are the same when the reference's values, cast
+    as `export` casts them, are.
 
     Formats and nestings keep objects differently: only those of checkpoints of one format, whose
     tensors have the same raw names, are compared. Objects that are not opened count when their
@@ -123,13 +132,22 @@ def compare_checkpoints(
     """
     here, there = whole_and_located(index, files), whole_and_located(reference, files)
     tally = Tally(on_bytes)
+    casts: list[str] = []
 
     def values(header: EntryDiff, one: TensorEntry, other: TensorEntry) -> EntryDiff:
-        if header.status == "dtype" or equal_bits(one, other, files, tally):
+        if header.status == "dtype":
+            if not cast or {one.dtype.kind, other.dtype.kind} != {"float"}:
+                return header
+            if not equal_bits(one, other, files, tally):
+                return header._replace(status="values")
+            casts.append(f"{other.dtype.name} to {one.dtype.name}")
+            return header._replace(status="same")
+        if equal_bits(one, other, files, tally):
             return header
         return header._replace(status="values", a=digest_of(one, files), b=digest_of(other, files))
 
     compared = _compared(here, _sections(there), values, files, threads=threads)
+    compared = replace(compared, casts=Counter(sorted(casts)))
     names = [[entry.fqn for entry in one.tensors] for one in (here, there)]
     if here.format != there.format or names[0] != names[1]:
         return compared

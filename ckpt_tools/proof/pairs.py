@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.copying.parallel import in_threads
-from ckpt_tools.copying.read import first_difference
+from ckpt_tools.copying.parallel import IMPORTING, in_threads
+from ckpt_tools.copying.read import OnRun, first_unequal, stream_box
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.names import require_chosen
@@ -119,10 +120,42 @@ def compare_objects_of(a: CheckpointIndex, b: CheckpointIndex, files: Files) -> 
 
 
 def equal_bits(a: TensorEntry, b: TensorEntry, files: Files, tally: Tally) -> bool:
-    """Whether two located tensors of one type and shape are equal bit for bit."""
+    """Whether two located tensors of one shape are equal bit for bit, ``b`` in the type of ``a``.
+
+    Raises UnsupportedError when there is no such cast.
+    """
     whole = Box.whole(a.shape)
-    place = first_difference(a, b, whole, files=files, on_bytes=lambda count: tally.add(2 * count))
+    place = first_unequal(
+        stream_box(a, whole, files=files),
+        stream_as(b, whole, a.dtype, files),
+        on_bytes=lambda count: tally.add(count + count * b.dtype.bits // a.dtype.bits),
+    )
     return place is None
+
+
+def stream_as(
+    entry: TensorEntry, box: Box, dtype: DType, files: Files, *, on_run: OnRun | None = None
+) -> Iterator[memoryview]:
+    """The bytes of a box in a type, in pieces; ``on_run`` as `stream_box` has it.
+
+    Raises UnsupportedError when there is no such cast, and what `stream_box` raises.
+    """
+    pieces = stream_box(entry, box, files=files, on_run=on_run)
+    if entry.dtype == dtype:
+        yield from pieces
+        return
+    with IMPORTING:
+        from ckpt_tools.copying.cast import Caster
+
+    caster, most = Caster(entry.dtype, dtype), files.sizes.numbers
+    buffer = memoryview(bytearray(most * dtype.itemsize))
+    block = most * entry.dtype.itemsize
+    for piece in pieces:
+        for start in range(0, len(piece), block):
+            raw = piece[start : start + block]
+            out = buffer[: len(raw) // entry.dtype.itemsize * dtype.itemsize]
+            caster.cast(raw, out)
+            yield out
 
 
 def whole_and_located(index: CheckpointIndex, files: Files) -> LocatedIndex:

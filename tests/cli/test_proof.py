@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -145,6 +146,28 @@ def test_sections_that_the_checkpoint_lacks_are_a_difference() -> None:
     assert run("verify", SAFE, "--against", DCP, "--only", "model").exit_code == 0
 
 
+def test_a_cast_export_is_proven_later(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("export", DCP, "-o", str(out), "--dtype", "bf16").exit_code == 0
+    against = ("verify", str(out), "--against", DCP, "--only", "model")
+    without = run(*against)
+    assert without.exit_code == 1
+    assert f"verify {out} --against … --cast" in without.stderr
+    proven = run(*against, "--cast")
+    assert proven.exit_code == 0, proven.output
+    assert re.search(r"the same, bit for bit, \d+ cast from float32 to bfloat16", proven.stdout)
+    other = run("verify", str(out), "--against", OTHER, "--only", "model", "--cast", "--json")
+    assert other.exit_code == 1
+    assert {one["what"] for one in json.loads(other.stdout)["against"]["differences"]} >= {"values"}
+
+
+def test_a_cast_needs_a_checkpoint_to_compare_with(tmp_path: Path) -> None:
+    kept = str(tmp_path / "kept.json")
+    assert run("fingerprint", DCP, "--write", kept).exit_code == 0
+    assert run("verify", DCP, "--against", kept, "--cast").exit_code == 2
+    assert run("verify", DCP, "--cast").exit_code == 2
+
+
 def test_another_run_is_not_the_same() -> None:
     result = run("verify", OTHER, "--against", DCP, "--json")
     assert result.exit_code == 1
@@ -166,6 +189,11 @@ def test_hurt_tensors_are_not_compared(damaged: str) -> None:
     result = run("verify", damaged, "--against", damaged)
     assert result.exit_code == 1
     assert "not compared, because tensors are damaged" in result.stdout
+    told, whole = (
+        json.loads(run("verify", path, "--against", path, "--json").stdout)["against"]
+        for path in (damaged, DCP)
+    )
+    assert told.keys() == whole.keys()
 
 
 def test_a_lost_file_of_replicas_keeps_nothing_from_being_compared(tmp_path: Path) -> None:

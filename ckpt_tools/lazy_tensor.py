@@ -164,6 +164,15 @@ class LazyTensor:
             layout = on_mesh(layout, found.mesh) or layout
         return layout.boxes(self.shape)
 
+    if not TYPE_CHECKING:  # which else would take every name for one of a tensor's
+
+        def __getattr__(self, name: str) -> object:
+            """Raise AttributeError, with how to get the values that have more methods."""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: it is not read yet; "
+                "tensor[:] and tensor.torch() give a torch tensor, tensor.numpy() an array"
+            )
+
     def __len__(self) -> int:
         """The size of the first dimension."""
         if not self.shape:

@@ -126,6 +126,13 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         _ = ckpt_tools.no_such
 
 
+def test_what_only_values_have_says_how_to_read_them(checkpoint: Checkpoint) -> None:
+    tensor = checkpoint[_matrix(checkpoint).fqn]
+    assert not hasattr(tensor, "__cuda_array_interface__")
+    with pytest.raises(AttributeError, match=r"'mean'.*tensor\[:\]"):
+        _ = tensor.mean  # type: ignore[attr-defined]
+
+
 def test_a_tensor_reads_the_same_by_both_ways(checkpoint: Checkpoint) -> None:
     entry = _matrix(checkpoint)
     assert np.array_equal(checkpoint[entry.fqn].numpy(), checkpoint[entry.fqn].torch().numpy())

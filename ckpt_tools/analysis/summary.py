@@ -236,7 +236,7 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
         return _no(
             "the optimizer has param_groups and none of its tensors, as before its very first step"
         )
-    reason = "model and optimizer state are complete"
+    reason = "model and optimizer state are complete by their headers (verify reads the values)"
     if "optim" not in held:
         reason = "the model is complete, and the optimizer keeps no tensors"
     if of_megatron and not groups:

@@ -26,9 +26,10 @@ from ckpt_tools.storage.reader import Files
 _HELP = """Show the differences between two checkpoints: names, types, values, objects, containers.
 
 A and B can have different formats and meshes. Values are compared bit by bit, or with --rtol and
---atol: then |a - b| can be up to atol + rtol * |b|. Names are compared unchanged; --clean-names
-removes containers (app.model) and wrapper components, and names outside the model then begin with
-their section (optim:state.emb.weight.exp_avg). --rename PATTERN=NEW changes names by a regular
+--atol: then |a - b| can be up to atol + rtol * |b|. Names are compared unchanged; --clean-names,
+which is implied where no tensor's name is on both sides, removes containers (app.model) and wrapper
+components, and names outside the model then begin with their section
+(optim:state.emb.weight.exp_avg). --rename PATTERN=NEW changes names by a regular
 expression; with the prefix `a:` or `b:` on one side only.
 
 Objects are compared by value, unopened ones by their bytes. The containers of entries (dicts,
@@ -89,6 +90,10 @@ def command(asked: _Asked) -> None:
         raise UsageError("--header-only compares no values, so tolerances mean nothing.")
     a = options.choose(reading.read(asked.first), asked.filters)
     b = options.choose(reading.read(asked.second), asked.filters)
+    names = [{entry.fqn for entry in side.tensors} for side in (a, b)]
+    if all(names) and names[0].isdisjoint(names[1]) and not (wanted.clean or wanted.renames):
+        say("No tensor's name is on both sides: compared without containers (--clean-names).")
+        wanted = replace(wanted, clean=True)
     if header_only:
         compared = compare_headers(a, b, options=wanted)
     else:
@@ -106,8 +111,6 @@ def command(asked: _Asked) -> None:
     for index in (a, b):
         index.require_whole()  # only headers have come this far with anything lost
     if not compared.equal:
-        if a.tensors and b.tensors and not compared.tensors and not wanted.clean:
-            say("No tensor's name is on both sides; --clean-names compares without containers.")
         click.get_current_context().exit(1)
 
 

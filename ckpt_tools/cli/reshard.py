@@ -279,7 +279,7 @@ def _what(asked: _Asked, plan: ReshardPlan) -> str:
 def _lines(asked: _Asked, plan: ReshardPlan, started: float) -> Iterator[str]:
     """What was written; or will be read, written and held in memory, in all and for each file."""
     if not asked.writing.dry_run:
-        yield f"{_what(asked, plan)}, {shaping.took(plan, started)}"
+        yield f"{_what(asked, plan)}, {shaping.took(plan, started)}{_by(asked)}"
         return
     predicted = forecast.of(plan, asked.writing.options.sizes)
     files, sources = predicted.files, counted(predicted.sources, "file")
@@ -307,6 +307,14 @@ def _listed(asked: _Asked) -> str:
     if asked.to_mesh is None:
         return "the source's own boxes"
     return ", ".join(map(str, _placements(asked.wanted)))
+
+
+def _by(asked: _Asked) -> str:
+    """Who shared the work: " by 2 ranks"; nothing for one process."""
+    here, jobs = environment.place(), asked.writing.jobs
+    if here is not None:
+        return f" by {counted(here.world_size, 'rank')}"
+    return f" by {jobs} workers" if jobs > 1 else ""
 
 
 def _processes(asked: _Asked, plan: ReshardPlan) -> str:

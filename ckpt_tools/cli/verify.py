@@ -5,6 +5,8 @@ The command, and its report as lines for people and as JSON.
 
 from __future__ import annotations
 
+import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -230,14 +232,19 @@ def _comparing(*sides: CheckpointIndex) -> Iterator[Callable[[int], None]]:
 _SHOWN = 10
 _UNCOMPARED = "only a fingerprint proves them (--against)"
 _COMPARED = "those of the tensors compared are proven below"
+_DIFFERENT = "not all of it is the same below"
 _FEW = 3  # lost tensors of one of several checkpoints
 
 
 def lines(report: VerifyReport, other: _Against | None) -> Iterator[str]:
     """The report for a person."""
     how = "" if report.reading is not None else ", by its headers"
-    yield render.heading(f"{report.root}: {report.verdict}{how}")
-    yield from render.facts(_facts(report, is_same=other is not None and other.same))
+    but, beyond = "", _UNCOMPARED
+    if other is not None and other.compared is not None:
+        but = "" if other.same else f", but not the same as {other.path}"
+        beyond = _COMPARED if other.same else _DIFFERENT
+    yield render.heading(f"{report.root}: {report.verdict}{how}{but}")
+    yield from render.facts(_facts(report, beyond))
     if other is not None:
         yield from render.facts(_comparison(other))
 
@@ -252,7 +259,7 @@ def line(path: str, report: VerifyReport) -> str:
     return f"{path}: {report.verdict}{how}: {first}{more}"
 
 
-def _facts(report: VerifyReport, *, is_same: bool) -> Iterator[render.Fact]:
+def _facts(report: VerifyReport, beyond: str) -> Iterator[render.Fact]:
     problems = [f"{one.message}\n{one.hint or ''}".strip("\n") for one in report.problems]
     said = list(dict.fromkeys(problems))
     for text in said[:_SHOWN]:
@@ -264,6 +271,7 @@ def _facts(report: VerifyReport, *, is_same: bool) -> Iterator[render.Fact]:
     yield "tensors", _tensors(report)
     if lost := _all_lost(report):
         yield "lost", first_of(lost, _SHOWN)
+        yield from _rescue(report)
     if report.rescued:
         saved = [f"{r.fqn} {r.box} of {r.lost} is also in {r.held_by}" for r in report.rescued]
         yield "in replicas", first_of(saved, _SHOWN)
@@ -275,7 +283,7 @@ def _facts(report: VerifyReport, *, is_same: bool) -> Iterator[render.Fact]:
         damaged = rank_spans([state.rank for state in report.ranks if not state.whole])
         text = f"{intact} intact" if intact else "none is intact"
         yield "ranks", f"{text}; {damaged} damaged" if damaged else text
-    yield from _proof(report, is_same=is_same)
+    yield from _proof(report, beyond)
     if report.notes:
         yield "notes", report.notes
 
@@ -297,6 +305,15 @@ def _all_lost(report: VerifyReport) -> list[str]:
     return lost + [f"{fqn}: all of it" for fqn in report.lost]
 
 
+def _rescue(report: VerifyReport) -> Iterator[render.Fact]:
+    """The command that writes what is complete of the model, where that is most of it."""
+    gone = {one.fqn: one.section for one in report.damaged if one.lost}
+    names = [name for name, section in gone.items() if section == "model"]
+    if len(names) <= _FEW and not report.lost and len(gone) < report.tensors:
+        without = "".join(f" -x {shlex.quote(name)}" for name in names)
+        yield "rescue", f"ckpt-tools export {shlex.quote(report.root)} -o OUT{without}"
+
+
 def _lost(tensor: DamagedTensor) -> str:
     where = some([describe(box, tensor.shape) for box in tensor.lost], _SHOWN)
     word = "rank" if len(tensor.ranks) == 1 else "ranks"
@@ -304,8 +321,8 @@ def _lost(tensor: DamagedTensor) -> str:
     return f"{tensor.fqn}: {where}{ranks}"
 
 
-def _proof(report: VerifyReport, *, is_same: bool) -> Iterator[render.Fact]:
-    """What this run proves, and what it cannot know."""
+def _proof(report: VerifyReport, beyond: str) -> Iterator[render.Fact]:
+    """What this run proves, and what it cannot know; ``beyond`` is of bytes without checksums."""
     reading = report.reading
     if reading is None:
         consistent = "headers are consistent: files, lengths, coverage, shapes"
@@ -319,7 +336,7 @@ def _proof(report: VerifyReport, *, is_same: bool) -> Iterator[render.Fact]:
     yield "proven", said
     if reading.plain_bytes:
         plain = f"{format_size(reading.plain_bytes)} have no checksum"
-        yield "not proven", f"{plain}; {_COMPARED if is_same else _UNCOMPARED}"
+        yield "not proven", f"{plain}; {beyond}"
 
 
 def _comparison(other: _Against) -> Iterator[render.Fact]:
@@ -330,10 +347,18 @@ def _comparison(other: _Against) -> Iterator[render.Fact]:
     if not compared.compared:
         yield "against", f"{against}: it has no tensors to compare with"
         return
-    differing = [_difference(one) for one in compared.differences]
+    counts = Counter(one.section for one in compared.differences)
+    gone = [
+        f"{section}: none of its {counted(counts[section], 'tensor')} is here; --only compares one "
+        "section"
+        for section in compared.absent
+    ]
+    differing = gone + [
+        _difference(one) for one in compared.differences if one.section not in compared.absent
+    ]
     casts = "".join(f", {many:,} cast from {types}" for types, many in compared.casts.items())
     same = f"the same, bit for bit{casts}"
-    found = counted(len(differing), "difference") if differing else same
+    found = counted(len(compared.differences), "difference") if differing else same
     left_out = ", ".join(map(str, other.left_out))
     more = f"; left out on purpose: {left_out}" if left_out else ""
     said = f"{against}: {found} ({', '.join(compared.compared)}){more}"
@@ -361,7 +386,7 @@ def as_json(report: VerifyReport, other: _Against | None) -> dict[str, render.Js
 
 
 def _comparison_json(other: _Against) -> dict[str, render.Json]:
-    compared = other.compared or Comparison((), (), ())
+    compared = other.compared or Comparison((), (), (), ())
     return {
         "path": other.path,
         "compared": compared.compared,

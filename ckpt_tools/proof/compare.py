@@ -61,11 +61,13 @@ class Difference(NamedTuple):
 class Comparison:
     """Which sections were compared, and what differs; ``extra`` sections the reference lacks.
 
+    ``absent`` ones are not here, and every tensor of theirs is a difference.
     ``casts`` counts the tensors that are the same after a cast, "float32 to bfloat16".
     """
 
     compared: tuple[Section, ...]
     extra: tuple[Section, ...]
+    absent: tuple[Section, ...]
     differences: tuple[Difference, ...]
     casts: Mapping[str, int] = field(default_factory=dict)
 
@@ -174,7 +176,8 @@ def _compared(
             if one.status != "same"
         ]
     extra = tuple(section for section in mine if section not in reference)
-    return Comparison(tuple(reference), extra, tuple(differences))
+    absent = tuple(section for section in reference if section not in mine)
+    return Comparison(tuple(reference), extra, absent, tuple(differences))
 
 
 def _sections(index: CheckpointIndex) -> _Sections:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, Chunk, LocatedIndex, TensorEntry
+from ckpt_tools.core.index import ByteRange, Chunk, LocatedIndex, Section, TensorEntry
 
 
 class _Cluster(NamedTuple):
@@ -78,6 +78,7 @@ class DamagedTensor(NamedTuple):
     """
 
     fqn: str
+    section: Section
     shape: tuple[int, ...]
     lost_elements: int
     lost: tuple[Box, ...]
@@ -141,7 +142,8 @@ class DamageMap:
         ranks = {chunk.rank for chunk in bad if chunk.rank is not None}
         ranks |= set(_owners(entry, lost)) if not bad else set()
         count = sum(box.numel for box in lost)
-        return DamagedTensor(entry.fqn, entry.shape, count, tuple(lost), tuple(sorted(ranks)))
+        shape, saved = entry.shape, tuple(sorted(ranks))
+        return DamagedTensor(entry.fqn, entry.section, shape, count, tuple(lost), saved)
 
     def _good_place(self, chunk: Chunk) -> ByteRange | None:
         """The first place of a chunk that is good, or None."""

@@ -135,7 +135,8 @@ def diff(
         found = delta(one, other, files, options=options)
         status = header.status
         if found.differing:
-            status = "values" if status == "same" else "dtype"
+            keeps = status == "dtype" and not options.ignore_dtypes
+            status = "dtype" if keeps else "values"
         elif options.ignore_dtypes:
             status = "same"
         return header._replace(status=status, delta=found)

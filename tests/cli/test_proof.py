@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -196,6 +197,18 @@ def test_hurt_tensors_are_not_compared(damaged: str) -> None:
     assert told.keys() == whole.keys()
 
 
+def test_verify_names_the_command_that_rescues_what_is_complete(
+    damaged: str, tmp_path: Path
+) -> None:
+    told = run("verify", damaged).stdout
+    found = re.search(r"rescue +ckpt-tools (export .*)", told)
+    assert found is not None, told
+    out = tmp_path / "out"
+    words = shlex.split(found[1].replace(" OUT", f" {out}"))
+    assert run(*words).exit_code == 0
+    assert run("verify", out).exit_code == 0
+
+
 def test_a_lost_file_of_replicas_keeps_nothing_from_being_compared(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     shutil.copytree(RANKS, path)
@@ -286,12 +299,21 @@ def test_tolerances_need_values() -> None:
     assert run("diff", DCP, ZSTD, "--header-only", "--rtol", "1e-3").exit_code == 2
 
 
-def test_clean_names_are_suggested_when_no_name_is_common() -> None:
+def test_where_no_name_is_common_they_are_compared_without_containers() -> None:
     result = run("diff", DCP, SAFE, "--only", "model")
-    assert result.exit_code == 1
-    assert "--clean-names" in result.stderr
-    assert run("diff", DCP, SAFE, "--only", "model", "--clean-names").exit_code == 0
+    assert result.exit_code == 0
+    assert "compared without containers (--clean-names)" in result.stderr
     assert "--clean-names" in run("diff", DCP, OTHER).stderr  # both have an object `step`
+
+
+def test_other_values_of_another_type_are_called_values(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"a": torch.full((2,), 2.0).half(), "b": torch.ones(2).half()}, tmp_path / "b.pt")
+    files = tmp_path / "a.pt", tmp_path / "b.pt"
+    told = json.loads(run("diff", *files, "--ignore-dtypes", "--json").stdout)
+    assert [(one["name"], one["what"]) for one in told["differences"]] == [("a", "values")]
+    told = json.loads(run("diff", *files, "--json").stdout)
+    assert {one["what"] for one in told["differences"]} == {"dtype"}
 
 
 def test_diff_json() -> None:

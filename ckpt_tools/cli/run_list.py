@@ -14,7 +14,7 @@ from ckpt_tools.core.text import counted, format_size, utc
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats import ReadOptions, Saved, read_index
 
-_HEADER = ("STEP", "KIND", "HOLDS", "SIZE", "AGE", "WHOLE", "PATH")
+_HEADER = ("STEP", "KIND", "HOLDS", "SIZE", "AGE", "COMPLETE", "PATH")
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
@@ -61,7 +61,7 @@ def line_of(saved: Saved, options: ReadOptions) -> _Line:
 
 def lines(path: str, run: Sequence[_Line]) -> Iterator[str]:
     """The run for people: a heading, one line a checkpoint, and problems."""
-    yield render.heading(f"{path}: {counted(len(run), 'checkpoint')}")
+    yield render.heading(f"{path}: {counted(len(run), 'checkpoint')}, by their headers")
     now = time.time()
     rows = [
         (
@@ -78,7 +78,7 @@ def lines(path: str, run: Sequence[_Line]) -> Iterator[str]:
     yield from (f"  {row}" for row in render.columns(_HEADER, rows, align="rllrrll", width=None))
     for line in run:
         if line.problem is not None:
-            yield f"  not whole: {line.problem}"
+            yield f"  not complete: {line.problem}"
     yield ""
 
 

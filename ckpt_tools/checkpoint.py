@@ -129,7 +129,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Whether headers tell of all that training needs to go on; `inspect` says why not."""
         return summary.resume_verdict(self.index).yes
 
-    @property
+    @cached_property
     def sections(self) -> tuple[Section, ...]:
         """Those of ``model``, ``optim`` and ``other`` that are not empty."""
         held = {entry.section for entry in self.index.entries}
@@ -137,7 +137,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def model(self) -> Checkpoint:
-        """The same checkpoint with the model alone, under the same names."""
+        """The same checkpoint with the model alone, under the same names.
+
+        There ``["emb.weight"]`` is ``["model.emb.weight"]``, too, where no other has that name.
+        """
         return self._only("model")
 
     @property
@@ -235,15 +238,22 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of this name."""
-        return isinstance(name, str) and self.index.tensor(name) is not None
+        return isinstance(name, str) and self._tensor(name) is not None
 
     @in_python()
     def __getitem__(self, name: str) -> LazyTensor:
         """A tensor that is read when it is indexed. Raises NoSuchEntry, which is a KeyError."""
-        entry = self.index.tensor(name)
+        entry = self._tensor(name)
         if entry is None:
             raise self._unknown(name, "tensor")
         return self._lazy(entry)
+
+    def _tensor(self, name: str) -> TensorEntry | None:
+        """The tensor of a name; where one section is alone, that may come without the section."""
+        found = self.index.tensor(name)
+        if found is None and len(self.sections) == 1:
+            found = self.index.tensor(f"{self.sections[0]}.{name}")
+        return found
 
     def _lazy(self, entry: TensorEntry) -> LazyTensor:
         return LazyTensor(self.index, entry, lambda: self.mesh)

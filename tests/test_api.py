@@ -126,6 +126,15 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         _ = ckpt_tools.no_such
 
 
+def test_a_section_alone_takes_names_without_it() -> None:
+    checkpoint = Checkpoint(ROOT / "tests" / "data" / "checkpoints" / "fsdp2_dcp_hsdp_2x4" / "ckpt")
+    name = next(name for name in checkpoint if name.startswith("model."))
+    inside = name.removeprefix("model.")
+    assert checkpoint.model[inside].name == name
+    assert inside in checkpoint.model
+    assert inside not in checkpoint
+
+
 def test_what_only_values_have_says_how_to_read_them(checkpoint: Checkpoint) -> None:
     tensor = checkpoint[_matrix(checkpoint).fqn]
     assert not hasattr(tensor, "__cuda_array_interface__")

@@ -16,7 +16,7 @@ from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, required
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
-from ckpt_tools.proof.diff import Diff
+from ckpt_tools.proof.diff import Diff, fitting
 from ckpt_tools.proof.diff import diff as compare_values
 from ckpt_tools.proof.diff import diff_headers as compare_headers
 from ckpt_tools.proof.diff_options import DiffOptions
@@ -64,8 +64,8 @@ WORDS = {
 class _Asked:
     """What the command line asks for."""
 
-    first: str = required("A", own=True, parse=str)
-    second: str = required("B", own=True, parse=str)
+    a: str = required("A", own=True, parse=str)
+    b: str = required("B", own=True, parse=str)
     header_only: bool = option(
         False, "--header-only", "Compare names, types and shapes, no values."
     )
@@ -75,6 +75,9 @@ class _Asked:
         "--sort",
         "By name, or the largest difference (MAX |Δ|) first.",
         choices=("name", "size"),
+    )
+    first: int | None = option(
+        None, "-n --first", "Show only the first N in that order.", metavar="N", at_least=1
     )
     threads: int | None = options.threads()
     json: bool = options.as_json()
@@ -88,12 +91,10 @@ def command(asked: _Asked) -> None:
     wanted, reading, header_only = asked.wanted, asked.reading, asked.header_only
     if header_only and (wanted.ignore_dtypes or not wanted.is_bitwise):
         raise UsageError("--header-only compares no values, so tolerances mean nothing.")
-    a = options.choose(reading.read(asked.first), asked.filters)
-    b = options.choose(reading.read(asked.second), asked.filters)
-    names = [{entry.fqn for entry in side.tensors} for side in (a, b)]
-    if all(names) and names[0].isdisjoint(names[1]) and not (wanted.clean or wanted.renames):
+    a = options.choose(reading.read(asked.a), asked.filters)
+    b = options.choose(reading.read(asked.b), asked.filters)
+    if fitting(a, b, wanted) != wanted:
         say("No tensor's name is on both sides: compared without containers (--clean-names).")
-        wanted = replace(wanted, clean=True)
     if header_only:
         compared = compare_headers(a, b, options=wanted)
     else:
@@ -107,7 +108,7 @@ def command(asked: _Asked) -> None:
     if asked.json:
         render.emit_json(compared.to_dict())
     else:
-        render.emit(_lines(compared))
+        render.emit(_lines(compared, asked.first))
     for index in (a, b):
         index.require_whole()  # only headers have come this far with anything lost
     if not compared.equal:
@@ -119,8 +120,9 @@ def _size(entry: EntryDiff) -> float:
     return -math.inf if entry.delta is None or entry.delta.nan else -entry.delta.max_abs
 
 
-def _lines(diff: Diff) -> Iterator[str]:
-    differing = [entry for entry in diff.entries if entry.status != "same"]
+def _lines(diff: Diff, first: int | None) -> Iterator[str]:
+    every = [entry for entry in diff.entries if entry.status != "same"]
+    differing = every[:first]
     if differing:
         rows = [row(entry) for entry in differing]
         header, align = HEADER, "llllrrlr"
@@ -130,6 +132,8 @@ def _lines(diff: Diff) -> Iterator[str]:
         for entry in differing:
             if entry.detail:
                 yield f"  {entry.name}: {entry.detail}"
+        if len(differing) < len(every):
+            yield f"and {len(every) - len(differing):,} more"
         yield ""
     yield _summary(diff)
 

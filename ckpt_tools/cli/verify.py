@@ -174,7 +174,8 @@ def _each(ckpts: Sequence[str], asked: _Asked) -> None:
             worst = max(worst, 0 if report.whole else 1)
             objects.append(as_json(report, None))
             lost = first_of(_all_lost(report), _FEW)
-            lines = [line(ckpt, report), *(f"  lost  {one}" for one in lost)]
+            said = [line(ckpt, report), *(f"  lost  {one}" for one in lost)]
+            lines = said + [f"  rescue  {command}" for _, command in _rescue(report)]
         if not asked.json:
             render.emit(lines)
     if asked.json:
@@ -206,7 +207,7 @@ def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
             compared = compare(mine, reference, files, threads=threads, on_bytes=on_bytes)
         return _Against(against, compared)
     say(f"Reading {against} for comparison.")
-    other = options.read(against, asked.reading.options)
+    other = asked.reading.read(against)
     mine, theirs = options.choose(index, chosen), options.choose(other, chosen)
     with Files() as files:
         theirs, mine, left_out = without_left_out(theirs, mine, files)
@@ -216,7 +217,7 @@ def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
             )
     if not asked.cast and any(one.what == "dtype" for one in compared.differences):
         say(f"Types differ. For what export --dtype wrote: verify {mine.root} --against … --cast.")
-    return _Against(against, compared, left_out)
+    return _Against(other.root, compared, left_out)
 
 
 @contextmanager
@@ -308,6 +309,8 @@ def _all_lost(report: VerifyReport) -> list[str]:
 def _rescue(report: VerifyReport) -> Iterator[render.Fact]:
     """The command that writes what is complete of the model, where that is most of it."""
     gone = {one.fqn: one.section for one in report.damaged if one.lost}
+    if not gone:
+        return
     names = [name for name, section in gone.items() if section == "model"]
     if len(names) <= _FEW and not report.lost and len(gone) < report.tensors:
         without = "".join(f" -x {shlex.quote(name)}" for name in names)
@@ -330,13 +333,13 @@ def _proof(report: VerifyReport, beyond: str) -> Iterator[render.Fact]:
         yield "not proven", "the values: only headers were read"
         return
     checked = f"{format_size(reading.checked_bytes)} by {counted(reading.crcs, 'CRC-32')}"
-    said = f"{checked}; {format_size(reading.plain_bytes)} more are readable"
+    plain = format_size(reading.plain_bytes)
+    said = f"{checked}; {plain} more are readable" if reading.crcs else f"{plain} are readable"
     if report.whole and reading.checked_bytes + reading.plain_bytes < report.file_bytes:
         said += f"; the rest of {format_size(report.file_bytes)} is headers and padding"
     yield "proven", said
     if reading.plain_bytes:
-        plain = f"{format_size(reading.plain_bytes)} have no checksum"
-        yield "not proven", f"{plain}; {beyond}"
+        yield "not proven", f"{plain} have no checksum; {beyond}"
 
 
 def _comparison(other: _Against) -> Iterator[render.Fact]:

@@ -7,7 +7,7 @@ elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from ckpt_tools import formats
@@ -47,6 +47,13 @@ def _names(index: CheckpointIndex, options: DiffOptions, side: Side) -> dict[str
                 f"{index.root}: {other.fqn} and {entry.fqn} would both be called {name}."
             )
     return dict(sorted(by_name.items(), key=itemgetter(0)))
+
+
+def fitting(a: CheckpointIndex, b: CheckpointIndex, options: DiffOptions) -> DiffOptions:
+    """The options, with clean names where no tensor's name is on both sides."""
+    names = [{entry.fqn for entry in side.tensors} for side in (a, b)]
+    is_apart = all(names) and names[0].isdisjoint(names[1])
+    return replace(options, clean=True) if is_apart and not options.renames else options
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -96,6 +103,7 @@ class Diff(Shown):
 
 def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, options: DiffOptions) -> Diff:
     """Compare names, types and shapes; nothing but headers is read, and no values are compared."""
+    options = fitting(a, b, options)
     here, there = _names(a, options, "a"), _names(b, options, "b")
     entries = compare_headers(here, there)
     return _diff(here, there, entries, sides=(a, b), options=options, values_compared=False)
@@ -120,6 +128,7 @@ def diff(
     """
     from ckpt_tools.proof.deltas import delta  # numpy: headers do without it
 
+    options = fitting(a, b, options)
     # Of one format, objects that are large are compared by their bytes.
     largest = formats.SMALL_OBJECT if a.format == b.format else None
     here, there = (

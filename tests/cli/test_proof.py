@@ -293,6 +293,8 @@ def test_the_largest_difference_comes_first(tmp_path: Path) -> None:
     torch.save(other, tmp_path / "other.pt")
     done = run("diff", tmp_path / "one.pt", tmp_path / "other.pt", "--sort", "size")
     assert [line[0] for line in done.stdout.splitlines()[1:5]] == ["c", "d", "b", "a"]
+    done = run("diff", tmp_path / "one.pt", tmp_path / "other.pt", "--sort", "size", "-n", "2")
+    assert [line[:5] for line in done.stdout.splitlines()[3:5]] == ["and 2", ""]
 
 
 def test_tolerances_need_values() -> None:

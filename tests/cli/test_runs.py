@@ -47,6 +47,14 @@ def test_the_json_of_a_run_has_exactly_the_fields_of_its_schema(steps: Path) -> 
     assert "interrupted" in told["checkpoints"][2]["problem"]
 
 
+def test_against_takes_the_step_that_is_asked_for_too(steps: Path) -> None:
+    done = run(
+        "verify", steps / "step-9", "--against", steps, "--latest-complete", "--only", "model"
+    )
+    assert done.exit_code == 0, done.output
+    assert f"{steps / 'step-20'}: the same, bit for bit" in done.stdout
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "stats", "fingerprint", "inspect"])
 def test_a_step_is_chosen_in_every_command(command: str, steps: Path) -> None:
     chosen = run(command, steps, "--step", "20", "--json")

@@ -119,17 +119,14 @@ def _require_one_count(path: Path, out: Path) -> None:
         for command, said in told.items()
         if any(one not in (None, other) for one, other in zip(said, true, strict=True))
     }
-    assert not wrong, f"inspect: {true}"
+    assert not wrong, f"inspect of {path}: {true}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [path for save in sorted(SAVES) if save.is_dir() for path in _checkpoints(save)],
-    ids=str,
-)
-def test_all_commands_count_alike(path: Path, tmp_path: Path) -> None:
-    _require_one_count(path, tmp_path / "out.pt")
+@pytest.mark.parametrize("save", [save for save in sorted(SAVES) if save.is_dir()], ids=str)
+def test_all_commands_count_alike(save: Path, tmp_path: Path) -> None:
+    for number, path in enumerate(_checkpoints(save)):
+        _require_one_count(path, tmp_path / f"{number}.pt")
 
 
 def test_tensors_inside_of_objects_are_counted_by_all_commands(

@@ -5,13 +5,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from running import run
 
 ROOT = Path(__file__).parent.parent
 REAL = ROOT / "tests" / "data" / "checkpoints"
@@ -71,19 +70,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("block", _blocks(), ids=lambda block: block[0].command)
-def test_the_examples_run_as_written(block: list[Example], folder: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def test_the_examples_run_as_written(
+    block: list[Example], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
     for example in block:
         if not example.command.startswith("ckpt-tools "):
             continue
-        done = subprocess.run(
-            shlex.split(example.command, comments=True),
-            cwd=folder, capture_output=True, text=True, check=False,
-            env={**os.environ, "PATH": path, "NO_COLOR": "1"},
-        )  # fmt: skip
+        done = run(*shlex.split(example.command, comments=True)[1:], env={"NO_COLOR": "1"})
         expected = re.search(r"# exit code (\d)", example.command)
         code = int(expected[1]) if expected else 0
-        assert done.returncode == code, f"{example.command}: {done.stderr}"
+        assert done.exit_code == code, f"{example.command}: {done.stderr}"
         if example.output:
             answer, notes = done.stdout.rstrip(), done.stderr.rstrip()
             error = notes[notes.find("Error: ") :] if code else ""

@@ -92,16 +92,16 @@ ROWS = (Shard(0),)
 HYBRID = (Replicate(), Shard(0))
 
 
-def drifted(folder: Path, *, by: float = 1.0) -> Path:
+def drifted(folder: Path, *, by: float = 1.0, columns: int = 100_000) -> Path:
     """Rank files on 2x2, of which rank 3 holds a value that is larger ``by`` than its replica's.
 
     Each shard is a part of a larger storage, so that no CRC in a header tells it.
     """
     folder.mkdir()
-    whole = torch.arange(800_000, dtype=torch.float32).view(8, 100_000)
+    whole = torch.arange(8 * columns, dtype=torch.float32).view(8, columns)
     for rank in range(4):
         mesh = mesh_of((2, 2), rank)
-        local = torch.cat([shard(whole, HYBRID, mesh), torch.zeros(1, 100_000)])[:4]
+        local = torch.cat([shard(whole, HYBRID, mesh), torch.zeros(1, columns)])[:4]
         local[3, 7] += by if rank == 3 else 0.0
         state = {"w": dtensor(local, whole.shape, HYBRID, mesh)}
         torch.save(state, folder / f"model_world_size_4_rank_{rank}.pt")

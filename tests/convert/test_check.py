@@ -33,6 +33,7 @@ from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed.run import write_here
 from ckpt_tools.errors import UnreadableError, WriteError
+from ckpt_tools.formats.rank_files import parts
 from ckpt_tools.proof import damage
 from ckpt_tools.storage.reader import Files
 
@@ -259,12 +260,22 @@ def test_a_record_that_was_seen_in_parts_is_known_only_when_all_of_it_was_seen()
 # ---------------------------------------------------------------------------------------- replicas
 
 
+@pytest.fixture
+def thousand(monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many columns make a replica large."""
+    monkeypatch.setattr(parts, "MAX_COMPARED", 15_000)
+    return 1000
+
+
 @pytest.mark.parametrize("command", [["export"], ["reshard", "--to-mesh", "2"]])
-def test_large_replicas_that_differ_are_never_proven(command: list[str], tmp_path: Path) -> None:
-    words = [*command, str(drifted(tmp_path / "source")), "-o", str(tmp_path / "out")]
+def test_large_replicas_that_differ_are_never_proven(
+    command: list[str], thousand: int, tmp_path: Path
+) -> None:
+    source = drifted(tmp_path / "source", columns=thousand)
+    words = [*command, str(source), "-o", str(tmp_path / "out")]
     result = run(*words, "--check")
     assert result.exit_code == 3
-    assert "different ones, so it is not known which is right: w [4:8, 0:100000]" in result.stderr
+    assert "different ones, so it is not known which is right: w [4:8, 0:1000]" in result.stderr
     assert "(rank 1 and rank 3, after " in result.stderr
     assert not (tmp_path / "out").exists()
     unchecked = run(*words)
@@ -272,8 +283,8 @@ def test_large_replicas_that_differ_are_never_proven(command: list[str], tmp_pat
     assert "Replicas too large to be compared in passing: w. verify and --check" in unchecked.stderr
 
 
-def test_the_proof_says_that_large_replicas_were_compared(tmp_path: Path) -> None:
-    source = drifted(tmp_path / "source", by=0.0)
+def test_the_proof_says_that_large_replicas_were_compared(thousand: int, tmp_path: Path) -> None:
+    source = drifted(tmp_path / "source", by=0.0, columns=thousand)
     result = run("export", str(source), "-o", str(tmp_path / "out"), "--check")
     assert "The replicas of 1 tensor, compared byte by byte, are equal." in result.stderr
 

@@ -73,20 +73,25 @@ def test_plans_that_were_made_are_not_kept(many: LazyPlans) -> None:
     assert many[0] is not many[0]
 
 
+@pytest.fixture(scope="module")
+def tasks(many: LazyPlans) -> Counter[tuple[str, int]]:
+    """Each task of those plans, once."""
+    return Counter((task.file.path, task.number) for plan in many for task in cut(plan, 4_000))
+
+
 @pytest.mark.parametrize("limits", [(100_000, 4, 1 << 30), (1, 1 << 20, 100_000)])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 60])
 def test_workers_do_every_task_of_lazy_plans_once(
-    many: LazyPlans, count: int, limits: tuple[int, int, int]
+    many: LazyPlans, tasks: Counter[tuple[str, int]], count: int, limits: tuple[int, int, int]
 ) -> None:
     plans, plan_files, most_plans = limits
     sizes = Sizes(plans=plans, plan_files=plan_files, most_plans=most_plans, task=4_000)
-    wanted = Counter((task.file.path, task.number) for plan in many for task in cut(plan, 4_000))
     shares = [
-        [task for _, tasks in groups_of(many, Share(n, count), sizes) for task in tasks]
+        [task for _, mine in groups_of(many, Share(n, count), sizes) for task in mine]
         for n in range(count)
     ]
     found = chain.from_iterable(shares)
-    assert Counter((task.file.path, task.number) for task in found) == wanted
+    assert Counter((task.file.path, task.number) for task in found) == tasks
     assert sum(map(bool, shares)) > count / 2
 
 

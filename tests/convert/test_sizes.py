@@ -69,7 +69,7 @@ def written(
     return contents(folder)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(kind=st.sampled_from(sorted(CONVERSIONS)), sizes=any_sizes(), check=st.booleans())
 def test_any_sizes_give_the_same_bytes(
     source: Path, kind: str, sizes: Sizes, *, check: bool

@@ -59,7 +59,7 @@ RESHARD = ["reshard", "--to-mesh", "8", "--threads", "1"]
 @pytest.mark.parametrize(
     ("start", "words"),
     [
-        pytest.param(HERE, EXPORT, id="export"),
+        pytest.param(HERE, EXPORT, id="export", marks=pytest.mark.slow),
         pytest.param(HERE, RESHARD, id="reshard"),
         pytest.param(HERE, [*EXPORT, "-j", "2"], id="export-workers", marks=pytest.mark.slow),
         pytest.param(HERE, [*RESHARD, "-j", "2"], id="reshard-workers", marks=pytest.mark.slow),

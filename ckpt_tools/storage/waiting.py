@@ -15,12 +15,13 @@ class Waiting:
     """Asks stores again for ``patience`` seconds: one that is gone is one wait for all threads
     together.
 
-    ``on_wait`` gets a line when it has waited for ``silence`` seconds. Once ``is_stopped``, each
-    question is asked once.
+    The first wait takes up to ``pause`` seconds, each later one twice as long, up to 5. ``on_wait``
+    gets a line when it has waited for ``silence`` seconds. Once ``is_stopped``, each question is
+    asked once.
     """
 
     def __init__(self) -> None:
-        self.patience, self.silence = 30.0, 3.0
+        self.patience, self.silence, self.pause = 30.0, 3.0, 0.2
         self.is_stopped = False
         self.on_wait: Callable[[str], object] = lambda _: None
         self._lock = Lock()
@@ -31,7 +32,7 @@ class Waiting:
         """The answer. Raises OSError: a fault that may pass (EAGAIN) when it has not in time."""
         from random import uniform  # late: few commands ask a store
 
-        pause, since = 0.2, 0.0
+        pause, since = self.pause, 0.0
         while True:
             try:
                 answer = ask()
@@ -49,7 +50,7 @@ class Waiting:
                 return answer
             end = time.monotonic() + pause * uniform(0.5, 1.0)  # noqa: S311 (not all at once)
             while time.monotonic() < end and not self.is_stopped:
-                time.sleep(0.1)
+                time.sleep(min(0.1, pause))
             pause = min(2 * pause, 5.0)
 
     def _waited(self, since: float, error: OSError) -> float:

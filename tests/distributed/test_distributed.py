@@ -47,7 +47,7 @@ from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.plan import FilePlan, KnownReads, LazyPlans, WriteItem
 from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
-from ckpt_tools.distributed import agreement, dcp_engine, environment, gathering, messages
+from ckpt_tools.distributed import agreement, dcp_engine, environment, gathering, meeting, messages
 from ckpt_tools.distributed import group as group_module
 from ckpt_tools.distributed.agreement import identity
 from ckpt_tools.distributed.environment import RankPlace
@@ -349,6 +349,7 @@ def test_ranks_that_never_join_end_the_one_that_waits_and_are_named(
     monkeypatch: pytest.MonkeyPatch, here: int, absent: str
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(meeting, "_SECOND_LOOK", 0.2)
     started = time.monotonic()
     with pytest.raises(PeerFailedError) as lost:
         meet(MemoryStore(), RankPlace(here, 3, 0, 1), "job")

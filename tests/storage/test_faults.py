@@ -104,7 +104,7 @@ class Server(BaseHTTPRequestHandler):
 def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The checkpoint at the server, whose clients have little patience."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     here = f"http://127.0.0.1:{server.server_port}"
     settings = {"ENDPOINT_URL": here, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     for name, value in {**settings, "REGION": "us-east-1"}.items():
@@ -171,7 +171,7 @@ def test_what_lasts_is_refused(
     monkeypatch.setattr(Server, "fault", fault)
     monkeypatch.setattr(Server, "faulty", staticmethod(faulty), raising=False)
     begun = time.monotonic()
-    done = run("fingerprint", address, "-q", "--store-timeout", "1")
+    done = run("fingerprint", address, "-q", "--store-timeout", "0.4")
     assert done.exit_code == 3
     assert re.search(said, done.stderr), done.stderr
     assert done.stdout == ""

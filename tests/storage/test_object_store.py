@@ -75,7 +75,7 @@ class Store(BaseHTTPRequestHandler):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Store]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
     for name, value in (
         ("ACCESS_KEY_ID", "a"),
@@ -269,7 +269,7 @@ def test_who_waits_for_a_store_is_stopped_at_once(
     monkeypatch.setattr(WAITING, "is_stopped", False)
     store.faults = ["503"] * 1000
     begun = time.monotonic()
-    Timer(1.0, setattr, (WAITING, "is_stopped", True)).start()  # as Ctrl-C does
+    Timer(0.3, setattr, (WAITING, "is_stopped", True)).start()  # as Ctrl-C does
     with pytest.raises(UnreadableError, match="503"):
         Files().read("s3://b/x", 0, 5)
     assert time.monotonic() - begun < 5

@@ -108,7 +108,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
         kind = type("_Way", (kind,), {"way": staticmethod(way)})
         server = ThreadingHTTPServer(("127.0.0.1", 0), partial(kind, directory=str(folder)))
         servers.append(server)
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return f"http://127.0.0.1:{server.server_port}"
 
     yield start

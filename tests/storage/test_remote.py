@@ -274,7 +274,7 @@ def site() -> Iterator[str]:
     pytest.importorskip("obstore")
     handler = partial(SimpleHTTPRequestHandler, directory=str(REAL))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
@@ -302,7 +302,7 @@ def test_a_web_server_that_shows_no_folder_is_asked_for_metadata_and_not_often()
     pytest.importorskip("obstore")
     folder = "fsdp2_dcp_1d_4r/ckpt"
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(REAL))) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         far = read_index(f"http://127.0.0.1:{server.server_port}/{folder}")
         server.shutdown()
     assert [entry.fqn for entry in far.tensors] == [
@@ -333,7 +333,7 @@ def test_a_hugging_face_folder_of_a_web_server_is_asked_for_its_index() -> None:
     pytest.importorskip("obstore")
     folder = "hf_sharded_safetensors/ckpt"
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(REAL))) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         far = read_index(f"http://127.0.0.1:{server.server_port}/{folder}")
         server.shutdown()
     assert [entry.fqn for entry in far.tensors] == [
@@ -404,7 +404,7 @@ def troubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(WAITING, "_since", None)
     handler = partial(_Troubled, directory=str(REAL))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 

@@ -8,6 +8,7 @@ from click.testing import CliRunner, Result
 from hypothesis import settings
 from size_records import DEFAULT, TINY, use
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from ckpt_tools.core.sizes import Sizes
 
@@ -22,8 +23,9 @@ if "mix_stderr" in inspect.signature(CliRunner).parameters:  # click 8.1: behave
     Result.output = property(lambda self: self.stdout + self.stderr)
 
 
-# Their tests share what jobs have written: in two processes each of those would run twice.
+# Their tests share what took long to make: in two processes each of those would be made twice.
 _TOGETHER = ("test_torchrun.py", "test_restarts.py", "test_real_size.py", "test_dcp_per_rank.py")
+_TOGETHER += ("test_damage.py",)
 
 
 class _Sharing(LoadScopeScheduling):
@@ -33,15 +35,27 @@ class _Sharing(LoadScopeScheduling):
         file, _, _ = nodeid.partition("::")
         return file if file.endswith(_TOGETHER) else nodeid
 
+    def mark_test_complete(
+        self, node: WorkerController, item_index: int, duration: float = 0
+    ) -> None:
+        """Forgets what is done: each test would otherwise count all that ran before it."""
+        super().mark_test_complete(node, item_index, duration)
+        scope = self._split_scope(self.registered_collections[node][item_index])
+        if all(self.assigned_work[node][scope].values()):
+            del self.assigned_work[node][scope]
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
     """How the tests are spread over processes."""
     return _Sharing(config, log)
 
 
-@pytest.fixture(params=["default", "tiny"])
+@pytest.fixture(params=[pytest.param("default", marks=pytest.mark.slow), "tiny"])
 def each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sizes:
-    """Runs a test with the sizes that users have, and again with tiny ones."""
+    """Runs a test with the sizes that users have, and again with tiny ones.
+
+    The tiny ones alone are quick: they take every way, and commands are tested with those of users.
+    """
     sizes = TINY if request.param == "tiny" else DEFAULT
     use(sizes, monkeypatch)
     return sizes

@@ -5,6 +5,8 @@ from functools import cache
 import pytest
 from damages import AS_IT_IS, CATCHERS, KINDS, REFUSED, Damaged, Kind, do_kind
 
+from ckpt_tools.core.sizes import Sizes
+
 QUICK, VERIFY, FINGERPRINT, DIFF, NOTHING = CATCHERS
 BY_NAME = {kind.name: kind for kind in KINDS}
 
@@ -29,9 +31,13 @@ MISPLACED = [
 THE_REST = sorted(BY_NAME.keys() - {*CHECKSUMMED, *WITHOUT_CHECKSUMS, *MISPLACED})
 
 
-@cache
 def done(name: str) -> list[Damaged]:
-    kind: Kind = BY_NAME[name]
+    return _done(BY_NAME[name], Sizes())
+
+
+@cache
+def _done(kind: Kind, _sizes: Sizes) -> list[Damaged]:
+    """What was done of a kind, once with each of the sizes that are the default ones of a test."""
     return list(do_kind(kind))
 
 

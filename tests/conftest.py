@@ -15,7 +15,9 @@ from ckpt_tools.core.sizes import Sizes
 # No deadlines: processes share the cores, so one example's time says nothing about the code.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+_PROFILE = "ci" if os.environ.get("CI") else "local"
+settings.register_profile("quick", settings.get_profile(_PROFILE), max_examples=30)
+settings.load_profile(_PROFILE)
 
 if "mix_stderr" in inspect.signature(CliRunner).parameters:  # click 8.1: behave as 8.2 and newer
     assert CliRunner.__init__.__defaults__ is not None

@@ -44,7 +44,7 @@ from ckpt_tools.formats.zip import read as zip_read
 
 T = torch.arange(6.0)
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=settings.default.max_examples * 3 // 5,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -41,7 +41,7 @@ from ckpt_tools.storage.reader import Files
 SMALL = Sizes(slab=1024, task=4096)
 
 
-@settings(max_examples=150)
+@settings(max_examples=settings.default.max_examples * 3 // 2)
 @given(data=st.data())
 def test_any_layout_to_any_layout_equals_numpy_slicing(data: st.DataObject) -> None:
     with TemporaryDirectory() as folder, Files() as files:

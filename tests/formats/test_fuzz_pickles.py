@@ -97,7 +97,7 @@ def test_damaged_pickles_end_in_a_value_or_our_error(load: str, data: bytes) -> 
 
 
 @pytest.mark.parametrize("load", LOADS)
-@settings(max_examples=300)
+@settings(max_examples=settings.default.max_examples * 3)
 @given(data=PROGRAMS)
 def test_made_up_pickles_end_in_a_value_or_our_error(load: str, data: bytes) -> None:
     modules = set(sys.modules)

@@ -1,7 +1,9 @@
 """Settings for all tests: how hypothesis searches, and which tests this machine can run."""
 
+import gc
 import inspect
 import os
+from collections.abc import Iterator
 
 import pytest
 from click.testing import CliRunner, Result
@@ -52,6 +54,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
     return _Sharing(config, log)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def unsynced() -> Iterator[None]:
+    """Nothing waits for the disk: what fsync changes shows only on a machine that loses power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(params=[pytest.param("default", marks=pytest.mark.slow), "tiny"])
 def each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sizes:
     """Runs a test with the sizes that users have, and again with tiny ones.
@@ -61,6 +71,12 @@ def each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     sizes = TINY if request.param == "tiny" else DEFAULT
     use(sizes, monkeypatch)
     return sizes
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is looked for among what tests make, not each time among all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

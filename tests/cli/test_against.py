@@ -68,7 +68,7 @@ def resharded(kind: str, out: Path, mesh: str, *more: str) -> tuple[Path, Path, 
     return REAL / source, out / folder, left_out
 
 
-@pytest.mark.parametrize("mesh", ["3", "8", "2x4"])
+@pytest.mark.parametrize("mesh", ["3", pytest.param("8", marks=pytest.mark.slow), "2x4"])
 @pytest.mark.parametrize("kind", FRAMEWORKS)
 def test_an_output_for_other_ranks_is_the_same(kind: str, mesh: str, tmp_path: Path) -> None:
     source, out, left_out = resharded(kind, tmp_path / "out", mesh)

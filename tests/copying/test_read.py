@@ -120,11 +120,11 @@ def test_columns_are_picked_out_of_rows_of_any_width(
     assert found == values[2:15, 1:-1].tobytes()
 
 
-@pytest.mark.parametrize("stage", [4096, 1 << 20])
+@pytest.mark.parametrize("stage", [1 << 10, 1 << 16])
 def test_a_transposed_tensor_that_no_buffer_holds_is_read_right(tmp_path: Path, stage: int) -> None:
-    values = np.arange(600 * 700, dtype="<i4").reshape(600, 700)
-    chunk = chunk_of(tmp_path / "f", values, (700, 600), (1, 700))
-    entry = entry_of(tmp_path / "f", (700, 600), chunk)
+    values = np.arange(150 * 170, dtype="<i4").reshape(150, 170)
+    chunk = chunk_of(tmp_path / "f", values, (170, 150), (1, 170))
+    entry = entry_of(tmp_path / "f", (170, 150), chunk)
     with Files() as files:
         found = b"".join(map(bytes, read_box(entry, chunk.box, files=files, slab_bytes=stage)))
     assert found == values.T.tobytes()

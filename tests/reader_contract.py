@@ -6,6 +6,7 @@ judge.
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -100,20 +101,24 @@ class ReaderContract:
         """The index of a checkpoint."""
         raise NotImplementedError
 
+    def index(self, checkpoint: RealCheckpoint) -> CheckpointIndex:
+        """The same, read once for all that only look at it."""
+        return _read(type(self), DATA / checkpoint.path)
+
     def located(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:
         """The index with raw chunks."""
         return formats.locate(index, files)
 
     def test_there_is_nothing_to_complain_of(self, checkpoint: RealCheckpoint) -> None:
-        assert self.read(DATA / checkpoint.path).problems == ()
+        assert self.index(checkpoint).problems == ()
 
     def test_chunks_cover_every_tensor_once(self, checkpoint: RealCheckpoint) -> None:
-        for entry in self.read(DATA / checkpoint.path).tensors:
+        for entry in self.index(checkpoint).tensors:
             check_coverage(entry)
 
     def test_every_byte_range_lies_inside_its_file(self, checkpoint: RealCheckpoint) -> None:
         with Files() as files:
-            index = self.located(self.read(DATA / checkpoint.path), files)
+            index = self.located(self.index(checkpoint), files)
             ranges = [
                 data
                 for entry in index.tensors
@@ -125,16 +130,16 @@ class ReaderContract:
             assert all(r.offset + r.length <= files.size(r.path) for r in ranges)
 
     def test_entries_are_sorted_by_name_and_named_once(self, checkpoint: RealCheckpoint) -> None:
-        index = self.read(DATA / checkpoint.path)
+        index = self.index(checkpoint)
         for entries in (index.tensors, index.objects):
             fqns = [entry.fqn for entry in entries]
             assert fqns == sorted(set(fqns))
 
     def test_reading_twice_is_equal(self, checkpoint: RealCheckpoint) -> None:
-        assert self.read(DATA / checkpoint.path) == self.read(DATA / checkpoint.path)
+        assert self.read(DATA / checkpoint.path) == self.index(checkpoint)
 
     def test_every_file_is_listed_with_its_length(self, checkpoint: RealCheckpoint) -> None:
-        index = self.read(DATA / checkpoint.path)
+        index = self.index(checkpoint)
         assert index.files
         assert all(Path(file.path).stat().st_size == file.length for file in index.files)
 
@@ -142,7 +147,7 @@ class ReaderContract:
         truth = truth_of(DATA / checkpoint.truth)
         wanted = {name for name in truth if not checkpoint.absent(name)}
         with Files() as files:
-            index = self.located(self.read(DATA / checkpoint.path), files)
+            index = self.located(self.index(checkpoint), files)
             found = set()
             for entry in index.tensors:
                 name = checkpoint.rename(entry.fqn)
@@ -151,6 +156,11 @@ class ReaderContract:
                 found.add(name)
                 assert _differs(entry, truth[name], files) == ""
         assert found == wanted
+
+
+@cache
+def _read(reader: type[ReaderContract], path: Path) -> CheckpointIndex:
+    return reader().read(path)
 
 
 def _differs(entry: TensorEntry, true: TrueTensor, files: Files) -> str:

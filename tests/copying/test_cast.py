@@ -18,18 +18,18 @@ FLOATS = [name for name, row in BY_NAME.items() if row.kind == "float"]
 
 @lru_cache
 def patterns(name: str) -> np.ndarray:
-    """Every bit pattern of a small type; of a large one 2^22 random ones and all special ones."""
+    """Every bit pattern of a small type; of a large one 2^20 random ones and all special ones."""
     bits = BY_NAME[name].bits
     if bits <= 16:
         return np.arange(1 << bits, dtype=f"<u{bits // 8}")
     rng = np.random.default_rng(0)
     if bits == 64:
-        wide = patterns("float32").view("<f4")[-(1 << 21) :]
+        wide = patterns("float32").view("<f4")[-(1 << 20) :]
         with np.errstate(invalid="ignore"):
             exact = wide.astype("<f8").view("<u8")  # and a hair to both sides: rounding twice shows
         random = rng.integers(0, 1 << 64, 1 << 20, dtype=np.uint64)
         return np.concatenate([random, exact, exact + 1, exact - 1])
-    random = rng.integers(0, 1 << 32, 1 << 22, dtype=np.uint64).astype("<u4")
+    random = rng.integers(0, 1 << 32, 1 << 20, dtype=np.uint64).astype("<u4")
     weights = (rng.standard_normal(1 << 18) * 0.02).astype("<f4").view("<u4")
     with np.errstate(invalid="ignore"):
         halves = np.arange(1 << 16, dtype="<u2").view("<f2").astype("<f4").view("<u4")

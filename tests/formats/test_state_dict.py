@@ -3,6 +3,7 @@
 import pytest
 
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle import facts
 from ckpt_tools.formats.pickle.state_dict import flatten
 from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
@@ -50,11 +51,14 @@ def test_containers_are_walked_as_dcp_walks_them(
         (Opaque("numpy.ndarray"), "numpy.ndarray"),
         ((1, [Opaque("numpy.ndarray")]), "numpy.ndarray"),
         ({b"key": 2}, "dict"),
-        ([0] * 3_000_000, "list"),
+        ([0] * 3_000, "list"),
     ],
     ids=["opaque", "opaque inside", "odd keys", "long"],
 )
-def test_what_is_not_plain_is_named_only(value: object, type_name: str) -> None:
+def test_what_is_not_plain_is_named_only(
+    value: object, type_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "MAX_PLAIN", 2_000)
     (leaf,) = flatten({"a": value}, where="x.pt").objects
     assert (leaf.value, leaf.type_name) == (None, type_name)
 

@@ -24,7 +24,7 @@ from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import FSDP2_NAMES, parse_mesh
 from ckpt_tools.core.names import NamePatterns
 from ckpt_tools.core.progress import Listener, ignore_bytes
-from ckpt_tools.errors import UsageError, in_python
+from ckpt_tools.errors import UnreadableError, UsageError, in_python
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import diff as _diff
 from ckpt_tools.proof import fingerprint as _fingerprint
@@ -62,9 +62,17 @@ Entries = TypeVar("Entries", bound=EntryOptions)
 
 def index_of(source: Source, options: ReadOptions = _READ) -> CheckpointIndex:
     """The index of a path or of a checkpoint that is open. Raises what reading it raises."""
-    if isinstance(source, str | os.PathLike):
-        return formats.read_index(os.fspath(source), options=options)
-    return source if isinstance(source, CheckpointIndex) else source.index
+    if not isinstance(source, str | os.PathLike):
+        return source if isinstance(source, CheckpointIndex) else source.index
+    path = os.fspath(source)
+    try:
+        return formats.read_index(path, options=options)
+    except UnreadableError as error:
+        if formats.run_of(path) and (steps := formats.steps_in(path)):
+            way = "open_checkpoint(path, latest=True) opens the last step"
+            way = f"{way}, step={steps[-1]} that one."
+            error.advice = "\n".join(filter(None, (error.advice, way)))
+        raise
 
 
 @in_python()

@@ -363,6 +363,8 @@ def test_names_choose_a_part(checkpoint: Checkpoint) -> None:
         (lambda path: ckpt_tools.export(DCP, path), "use force=True to replace"),
         (lambda _: open_checkpoint(DCP).select("*nope*"), "`list(checkpoint)` lists"),
         (open_checkpoint, "/step-1'"),
+        (open_checkpoint, "latest=True) opens the last step, step=2 that one"),
+        (ckpt_tools.verify, "open_checkpoint(path, latest=True)"),
     ],
 )
 def test_a_hint_names_arguments(ask: Callable[[Path], object], hint: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ckpt_tools import formats
 from ckpt_tools.cli import options, shaping
-from ckpt_tools.cli.group import say
+from ckpt_tools.cli.group import say, saying
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import Read, WriteOptions
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
@@ -251,7 +251,8 @@ def _steps(index: CheckpointIndex, asked: _Asked, *, is_folder: bool) -> tuple[T
     if folder.vocab_size is not None:
         steps.append(maps.VocabularyTransform(folder.vocab_size))
     if path is not None and config is not None:
-        steps.append(hf_folder.AssetsTransform(path, config, index, folder.allow_mismatch))
+        allow = folder.allow_mismatch
+        steps.append(hf_folder.AssetsTransform(path, config, index, allow, saying()))
     return tuple(steps)
 
 

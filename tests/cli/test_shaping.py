@@ -11,6 +11,7 @@ from running import run
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tools import formats
+from ckpt_tools.transforms import hf_architecture
 
 REAL = DATA / "checkpoints"
 TITAN = REAL / "torchtitan_llama3_4r" / "ckpt" / "checkpoint_full"
@@ -154,6 +155,16 @@ def test_assets_and_adapters_ask_for_a_folder(hub: Path, tmp_path: Path) -> None
     for words in (("--hf-assets", hub), ("--adapter", "--lora-alpha", 1)):
         assert run("export", hub, "-o", out, *words).exit_code == 2
     assert not out.exists()
+
+
+def test_a_long_wait_for_transformers_is_announced(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_architecture, "find_spec", lambda _: True)
+    monkeypatch.setattr(hf_architecture, "by_transformers", lambda *_: None)
+    (hub / "config.json").write_text("{}")
+    result = run("export", hub, "-o", tmp_path / "out", "--hf-assets", hub)
+    assert "importing it may take half a minute" in result.stderr
 
 
 def test_a_dry_run_of_a_map_writes_nothing(tmp_path: Path) -> None:

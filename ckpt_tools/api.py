@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from ckpt_tools import formats
 from ckpt_tools.analysis.inspection import Inspection
-from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_of
+from ckpt_tools.convert.export import ExportOptions, ExportPlan, export_of, format_of
 from ckpt_tools.convert.write import EntryOptions, WriteOptions
 from ckpt_tools.core.dtypes import DType, require_dtype
 from ckpt_tools.core.index import (
@@ -136,7 +136,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
         assets = AssetsTransform(folder, asset_config(folder), index)
         options = replace(options, steps=(*options.steps, assets))
     write = replace(write, force=force or write.force, check=check or write.check)
-    return write_here(Export(index, path, write, options), listener=Listener(on_bytes))
+    return write_here(export_of(index, path, write, options), listener=Listener(on_bytes))
 
 
 def _chosen(
@@ -184,7 +184,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     framework whose loader reads the output. One process writes a mesh of any size.
     Raises what `export` raises.
     """
-    from ckpt_tools.convert.reshard import Reshard, ReshardOptions  # late: few also write
+    from ckpt_tools.convert.reshard import ReshardOptions, reshard_of  # late: few also write
     from ckpt_tools.distributed.run import write_here
     from ckpt_tools.transforms.frameworks import row_of, shards_format
 
@@ -201,7 +201,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
         options = replace(options, only=None if only == "all" else only)
     options = _chosen(options, dtype, include, exclude)
     write = replace(write, force=force or write.force, check=check or write.check)
-    conversion = Reshard(index_of(source), os.fspath(out), write, options)
+    conversion = reshard_of(index_of(source), os.fspath(out), write, options)
     return write_here(conversion, listener=Listener(on_bytes))
 
 

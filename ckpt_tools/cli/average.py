@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from ckpt_tools import formats
 from ckpt_tools.cli import options, shaping
-from ckpt_tools.convert.average import Average, Weighting, average_of
-from ckpt_tools.convert.write import Read
+from ckpt_tools.convert.average import Weighting, average_of
+from ckpt_tools.convert.export import ExportPlan
+from ckpt_tools.convert.reshard import ReshardPlan
+from ckpt_tools.convert.write import Conversion, Read
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.names import NamePatterns
@@ -69,7 +71,7 @@ def command(asked: _Asked) -> None:
     started, out, ckpts = time.monotonic(), asked.out, _ckpts(asked)
     write = asked.writing.beside(ckpts[-1], ckpts[:-1])
 
-    def make(read: Read) -> Average:
+    def make(read: Read) -> Conversion[ExportPlan | ReshardPlan]:
         indexes = [read(ckpt, asked.reading) for ckpt in ckpts]
         return average_of(indexes, out, write, asked.weighting, asked.mesh, asked.names)
 

@@ -16,7 +16,7 @@ from ckpt_tools import formats
 from ckpt_tools.cli import options, shaping
 from ckpt_tools.cli.group import say, saying
 from ckpt_tools.convert import export as convert
-from ckpt_tools.convert.write import Read, WriteOptions
+from ckpt_tools.convert.write import Conversion, Read, WriteOptions
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
 from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted
@@ -213,7 +213,9 @@ def command(asked: _Asked) -> None:
     shaping.tell(plan, out, writing, "export", lines=[line], json=json)
 
 
-def _conversion(asked: _Asked, form: str, write: WriteOptions, read: Read) -> convert.Export:
+def _conversion(
+    asked: _Asked, form: str, write: WriteOptions, read: Read
+) -> Conversion[convert.ExportPlan]:
     """The export with all its options. Raises AnswerNo when filters choose nothing."""
     index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
     usual: Section | None = None if asked.wanted.layout else "model"
@@ -224,7 +226,7 @@ def _conversion(asked: _Asked, form: str, write: WriteOptions, read: Read) -> co
     wanted = replace(wanted, steps=_steps(index, asked, is_folder=is_folder))
     if asked.adapters.alone:  # PEFT reads one file
         wanted = replace(wanted, basename="adapter_model", max_shard_size=1 << 62)
-    return convert.Export(index, asked.out, write, wanted)
+    return convert.export_of(index, asked.out, write, wanted)
 
 
 def _steps(index: CheckpointIndex, asked: _Asked, *, is_folder: bool) -> tuple[Transform, ...]:

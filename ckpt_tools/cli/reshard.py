@@ -15,8 +15,8 @@ from ckpt_tools import formats
 from ckpt_tools.cli import options, render, shaping
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert import forecast
-from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, refuse_check
-from ckpt_tools.convert.write import Read, WriteOptions
+from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, refuse_check, reshard_of
+from ckpt_tools.convert.write import Conversion, Read, WriteOptions
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.core import records
 from ckpt_tools.core.layout import Placement
@@ -237,9 +237,9 @@ def _steps(asked: _Asked) -> tuple[Transform, ...]:
     return tuple(steps)
 
 
-def _conversion(asked: _Asked, write: WriteOptions, read: Read) -> Reshard:
+def _conversion(asked: _Asked, write: WriteOptions, read: Read) -> Conversion[ReshardPlan]:
     index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
-    return Reshard(index, asked.out, write, asked.wanted)
+    return reshard_of(index, asked.out, write, asked.wanted)
 
 
 def _param_names(text: str, read: ReadOptions) -> ParamNames:

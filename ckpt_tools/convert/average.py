@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt_tools import formats
-from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_of
-from ckpt_tools.convert.plan import Plan
-from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan
+from ckpt_tools.convert.export import ExportOptions, ExportPlan, export_of, format_of
+from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, reshard_of
 from ckpt_tools.convert.write import Conversion, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
@@ -97,80 +96,69 @@ def average_of(
     weighting: Weighting,
     mesh: Mesh | None,
     names: NamePatterns,
-) -> Average:
+) -> Conversion[ExportPlan | ReshardPlan]:
     """The average of these, the oldest first, as shards of a mesh, or whole as ``out`` is named.
 
-    Raises UsageError for fewer than two, for weights of others, and for a file of shards.
+    Raises UsageError for fewer than two, for weights of others, and for a file of shards. Its
+    ``plan`` raises UnsupportedError for checkpoints that are not of one model, or quantized.
     """
     weighting.require_for(len(indexes))
-    last, form = indexes[-1], format_of(out)
-    whole = ExportOptions(include=names.include, exclude=names.exclude)
+    *others, last = indexes
+    form, whole = format_of(out), ExportOptions(include=names.include, exclude=names.exclude)
     whole = whole if form is None else replace(whole, format=form)
-    exports = tuple(Export(one, out, write, whole) for one in indexes)
-    if mesh is None:
-        return Average(last, out, write, exports, exports[-1], weighting)
-    if form is not None:
-        raise UsageError(f"--to-mesh writes a folder, and {out} is the name of a file.")
-    shards = ReshardOptions(mesh, only="model", include=names.include, exclude=names.exclude)
-    return Average(last, out, write, exports, Reshard(last, out, write, shards), weighting)
+    exports = [export_of(one, out, write, whole) for one in indexes]
+    of_last: Conversion[ExportPlan | ReshardPlan] = exports[-1]
+    if mesh is not None:
+        if form is not None:
+            raise UsageError(f"--to-mesh writes a folder, and {out} is the name of a file.")
+        shards = ReshardOptions(mesh, only="model", include=names.include, exclude=names.exclude)
+        of_last = reshard_of(last, out, write, shards)
+
+    def planned(_: Locate) -> ExportPlan | ReshardPlan:
+        return _plan(exports, of_last.plan(formats.locate), weighting, write)
+
+    return Conversion(last, out, write, planned, (*others,))
 
 
-@dataclass(frozen=True, slots=True)
-class Average(Conversion[ExportPlan | ReshardPlan]):
-    """The weights that each export alone would write, averaged; written as ``of_last`` would."""
-
-    exports: tuple[Export, ...]
-    of_last: Export | Reshard
-    weighting: Weighting
-
-    @property
-    def others(self) -> tuple[CheckpointIndex, ...]:
-        """All checkpoints but the last."""
-        return tuple(one.index for one in self.exports[:-1])
-
-    def plan(self, locate: Locate) -> ExportPlan | ReshardPlan:  # noqa: ARG002 (all are located here)
-        """The plan of the last one, its items averaged.
-
-        Raises UnsupportedError for checkpoints that are not of one model, or quantized, and what
-        planning an export or a reshard raises.
-        """
-        plan = self.of_last.plan(formats.locate)
-        if isinstance(plan, ReshardPlan) and plan.inside:
-            raise UnsupportedError(
-                f"{self.index.root} has {counted(plan.inside, 'tensor')} inside of objects, which "
-                "are copied as they are and not averaged.",
-                hint="Leave --to-mesh out: full tensors are written of all of them.",
-            )
-        plans, differing = [one.plan(formats.locate) for one in self.exports], set[str]()
-        with Files(sizes=self.write.sizes) as files:
-            for one, each in zip(self.exports, plans, strict=True):
-                differing |= _differing(one.index, each, plans[-1], files)
-        models = [{one.fqn: one.entry for one in each.targets} for each in plans]
-        bare = plans[-1].names
-        names = {fqn: bare[own] for fqn, (own,) in plan.origins.items()}
-        means = {
-            fqn: self.weighting.mean_of([Finder(model[name]) for model in models])
-            for fqn, name in names.items()
-            if models[-1][name].dtype.kind in _AVERAGED
-        }
-        notes = [*plan.notes]
-        if kept := len(names) - len(means):
-            other = f"; they differ in {some(sorted(differing))}" if differing else ""
-            held = f"{counted(kept, 'tensor')} of integers or bools"
-            notes.append(f"Takes {held} from the last one, {self.index.root}{other}.")
-        files_of = (
-            one._replace(make=partial(_averaged, means, one.make)) for one in plan.files.files
+def _plan(
+    exports: Sequence[Conversion[ExportPlan]],
+    plan: ExportPlan | ReshardPlan,
+    weighting: Weighting,
+    write: WriteOptions,
+) -> ExportPlan | ReshardPlan:
+    """The plan of the last one, its items averaged: the weights that each export would write."""
+    if isinstance(plan, ReshardPlan) and plan.inside:
+        raise UnsupportedError(
+            f"{plan.chosen.root} has {counted(plan.inside, 'tensor')} inside of objects, which "
+            "are copied as they are and not averaged.",
+            hint="Leave --to-mesh out: full tensors are written of all of them.",
         )
-        also = tuple(one.chosen for one in plans[:-1])
-        return replace(plan, files=LazyPlans(files_of), notes=(*notes,), means=means, also=also)
-
-    def settings(self, plan: Plan) -> dict[str, str]:
-        """The options, and the weights."""
-        return self.of_last.settings(plan) | option_texts(self.weighting)
-
-    def record(self, plan: Plan, folder: str, statement: str) -> None:
-        """Write the proof where an export or a reshard has it."""
-        self.of_last.record(plan, folder, statement)
+    plans, differing = [one.plan(formats.locate) for one in exports], set[str]()
+    with Files(sizes=write.sizes) as files:
+        for one, each in zip(exports, plans, strict=True):
+            differing |= _differing(one.index, each, plans[-1], files)
+    models = [{one.fqn: one.entry for one in each.targets} for each in plans]
+    bare = plans[-1].names
+    names = {fqn: bare[own] for fqn, (own,) in plan.origins.items()}
+    means = {
+        fqn: weighting.mean_of([Finder(model[name]) for model in models])
+        for fqn, name in names.items()
+        if models[-1][name].dtype.kind in _AVERAGED
+    }
+    notes = [*plan.notes]
+    if kept := len(names) - len(means):
+        other = f"; they differ in {some(sorted(differing))}" if differing else ""
+        held = f"{counted(kept, 'tensor')} of integers or bools"
+        notes.append(f"Takes {held} from the last one, {plan.chosen.root}{other}.")
+    files_of = (one._replace(make=partial(_averaged, means, one.make)) for one in plan.files.files)
+    return replace(
+        plan,
+        files=LazyPlans(files_of),
+        notes=(*notes,),
+        means=means,
+        also=tuple(one.chosen for one in plans[:-1]),
+        settings={**plan.settings, **option_texts(weighting)},
+    )
 
 
 def _averaged(means: Mapping[str, Mean], make: Callable[[], FilePlan]) -> FilePlan:

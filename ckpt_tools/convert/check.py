@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -20,7 +20,6 @@ from ckpt_tools.copying.atomic_output import PROOF_FILE
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plain_values import closed_in
-from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.errors import UnsafePickleError
 from ckpt_tools.formats.options import ReadOptions
@@ -139,27 +138,27 @@ def held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:
     return replace(source, tensors=tuple(tensors), objects=objects)
 
 
-def record_in_headers(folder: str, plans: Iterable[FilePlan], statement: str) -> None:
-    """Write the statement of what is proven into the field of each header that has one."""
+def record(folder: str, plan: Plan, statement: str) -> None:
+    """Write the statement of what is proven into the field of each header that has one, or into a
+    JSON file beside shards.
+    """
+    if plan.proof_beside:
+        facts = {
+            "schema": "ckpt-tools/proof/1",
+            "ckpt_tools": __version__,
+            "source_format": plan.source.format,
+            "source_world_size": plan.source.world_size,
+            "proof": statement,
+        }
+        with open(os.path.join(folder, PROOF_FILE), "w", encoding="utf-8") as file:
+            file.write(json.dumps(facts, indent=2) + "\n")
+        return
     text = statement.encode("ascii", "replace")[:_ROOM].replace(b'"', b"'").replace(b"\\", b"/")
-    for plan in plans:
-        for offset, known in plan.literals:
-            field = f'"{PROOF_FIELD}":"'.encode()
+    field = f'"{PROOF_FIELD}":"'.encode()
+    for made in plan.files:
+        for offset, known in made.literals:
             place = known.find(field + UNPROVEN.encode())
             if place >= 0:
-                with open(os.path.join(folder, plan.path), "r+b") as file:
-                    file.seek(offset + place + len(field))
-                    file.write(text.ljust(_ROOM))
-
-
-def record_beside(folder: str, statement: str, *, source: CheckpointIndex) -> None:
-    """Write the statement of what is proven into a JSON file in the folder."""
-    record = {
-        "schema": "ckpt-tools/proof/1",
-        "ckpt_tools": __version__,
-        "source_format": source.format,
-        "source_world_size": source.world_size,
-        "proof": statement,
-    }
-    with open(os.path.join(folder, PROOF_FILE), "w", encoding="utf-8") as file:
-        file.write(json.dumps(record, indent=2) + "\n")
+                with open(os.path.join(folder, made.path), "r+b") as header:
+                    header.seek(offset + place + len(field))
+                    header.write(text.ljust(_ROOM))

@@ -13,7 +13,7 @@ from ckpt_tools._version import __version__
 from ckpt_tools.convert.arranging import digest_in, note_on_unopened, without_unopened
 from ckpt_tools.convert.header_strings import NO_PLACE, kept_strings, left_out_strings
 from ckpt_tools.convert.plan import Plan
-from ckpt_tools.convert.write import Conversion, EntryOptions, Locate
+from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Section, TensorEntry
@@ -92,39 +92,33 @@ class ExportPlan(Plan):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Export(Conversion[ExportPlan]):
+def export_of(
+    index: CheckpointIndex, out: str, write: WriteOptions, options: ExportOptions
+) -> Conversion[ExportPlan]:
     """The chosen tensors whole, in the asked format, to the folder or file ``out``."""
+    single_file, check = single_file_of(out, options.format), write.check
 
-    options: ExportOptions
+    def planned(locate: Locate) -> ExportPlan:
+        if options.layout is not None:
+            _refuse_with_layout(options, single_file=single_file, check=check)
+            plan = _plan_layout(index, options, options.layout, locate)
+        else:
+            plan = plan_export(index, options, single_file=single_file, check=check, locate=locate)
+        return replace(plan, settings=_settings(options, plan))
 
-    def plan(self, locate: Locate) -> ExportPlan:
-        """What `plan_export` gives for this output."""
-        single_file = single_file_of(self.out, self.options.format)
-        check = self.write.check
-        if self.options.layout is not None:
-            _refuse_with_layout(self.options, single_file=single_file, check=check)
-            return _plan_layout(self.index, self.options, self.options.layout, locate)
-        return plan_export(
-            self.index, self.options, single_file=single_file, check=check, locate=locate
-        )
+    return Conversion(index, out, write, planned)
 
-    def settings(self, plan: Plan) -> dict[str, str]:
-        """The options; of a map that is a function, the names and boxes that it gave."""
-        settings = option_texts(self.options)
-        if self.options.steps:
-            digest = sha256()
-            for target in plan.targets:
-                made = (target.fqn, plan.origins[target.fqn], list(target.entry.boxes))
-                digest.update(repr(made).encode())
-            settings["what the names map does"] = digest.hexdigest()[:32]
-        return settings
 
-    def record(self, plan: Plan, folder: str, statement: str) -> None:
-        """Write the proof into the headers of safetensors files."""
-        from ckpt_tools.convert import check as checking
-
-        checking.record_in_headers(folder, plan.files, statement)
+def _settings(options: ExportOptions, plan: ExportPlan) -> dict[str, str]:
+    """The options; of a map that is a function, the names and boxes that it gave."""
+    settings = option_texts(options)
+    if options.steps:
+        digest = sha256()
+        for target in plan.targets:
+            made = (target.fqn, plan.origins[target.fqn], list(target.entry.boxes))
+            digest.update(repr(made).encode())
+        settings["what the names map does"] = digest.hexdigest()[:32]
+    return settings
 
 
 def plan_export(

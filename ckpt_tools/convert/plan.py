@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Mean, Target
@@ -23,8 +24,12 @@ class Plan(Shown):
     written. ``single_file`` is the name of the one file that is all of the output. What is read of
     chunks that are not located yet, workers locate in ``source``. ``means`` are what is averaged,
     by the names of targets, and ``also`` the parts of other checkpoints that are read for it.
-    ``origins`` are the names in the source that each target comes from.
+    ``origins`` are the names in the source that each target comes from. ``settings`` are the
+    options, as text that people can compare. What --check proves is written into headers, or
+    ``proof_beside`` the files.
     """
+
+    proof_beside: ClassVar[bool] = False
 
     files: LazyPlans
     targets: tuple[Target, ...]
@@ -38,6 +43,7 @@ class Plan(Shown):
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     means: Mapping[str, Mean] = field(default_factory=dict)
     also: tuple[CheckpointIndex, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tensors(self) -> int:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import ClassVar
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import infer_mesh as inference
@@ -116,6 +117,7 @@ class ReshardPlan(Plan):
     ``inside`` is how many tensors lie in objects that are copied as they are.
     """
 
+    proof_beside: ClassVar[bool] = True
     mesh: Mesh
     inside: int = 0
 
@@ -142,31 +144,20 @@ class ReshardPlan(Plan):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Reshard(Conversion[ReshardPlan]):
-    """The chosen tensors and objects as shards of the target mesh, to the folder ``out``."""
+def reshard_of(
+    index: CheckpointIndex, out: str, write: WriteOptions, options: ReshardOptions
+) -> Conversion[ReshardPlan]:
+    """The chosen tensors and objects as shards of the target mesh, to the folder ``out``.
 
-    options: ReshardOptions
+    Its ``plan`` raises UsageError for --check of several checkpoints, and what `plan_reshard` does.
+    """
 
-    @property
-    def others(self) -> tuple[CheckpointIndex, ...]:
-        """The checkpoint of --like."""
-        return () if self.options.like is None else (self.options.like,)
+    def planned(locate: Locate) -> ReshardPlan:
+        refuse_check(options, write)
+        return replace(plan_reshard(index, options, locate=locate), settings=option_texts(options))
 
-    def plan(self, locate: Locate) -> ReshardPlan:
-        """What `plan_reshard` gives. Raises UsageError for --check of several checkpoints."""
-        refuse_check(self.options, self.write)
-        return plan_reshard(self.index, self.options, locate=locate)
-
-    def settings(self, plan: Plan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
-        """The options."""
-        return option_texts(self.options)
-
-    def record(self, plan: Plan, folder: str, statement: str) -> None:  # noqa: ARG002 (beside them)
-        """Write the proof beside the shards."""
-        from ckpt_tools.convert import check as checking
-
-        checking.record_beside(folder, statement, source=self.index)
+    others = () if options.like is None else (options.like,)
+    return Conversion(index, out, write, planned, others)
 
 
 def plan_reshard(

@@ -8,7 +8,6 @@ handed in.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
@@ -152,12 +151,18 @@ Locate = Callable[[CheckpointIndex, Files], CheckpointIndex]
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion(ABC, Generic[P_co]):
-    """What is to be made of a checkpoint, and where."""
+class Conversion(Generic[P_co]):
+    """What is to be made of a checkpoint, and where.
+
+    ``plan`` plans it from headers alone; it writes nothing, and raises what cannot be done.
+    ``others`` are checkpoints that the options take something from.
+    """
 
     index: CheckpointIndex
     out: str
     write: WriteOptions
+    plan: Callable[[Locate], P_co]
+    others: tuple[CheckpointIndex, ...] = ()
 
     @property
     def sources(self) -> list[str]:
@@ -170,23 +175,6 @@ class Conversion(ABC, Generic[P_co]):
         """Every file that the output is made from, as it was before it was read."""
         indexes = (self.index, *self.others)
         return [*self.write.watched, *(f for one in indexes for f in (*one.files, *one.beside))]
-
-    @property
-    def others(self) -> tuple[CheckpointIndex, ...]:
-        """Other checkpoints that the options take something from."""
-        return ()
-
-    @abstractmethod
-    def plan(self, locate: Locate) -> P_co:
-        """Plan it from headers alone; nothing is written. Raises what cannot be done."""
-
-    @abstractmethod
-    def settings(self, plan: Plan) -> dict[str, str]:
-        """The options, as text that people can compare."""
-
-    @abstractmethod
-    def record(self, plan: Plan, folder: str, statement: str) -> None:
-        """Record in the output what was proven of it."""
 
 
 class Executor(Protocol):
@@ -248,7 +236,7 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
     spec = atomic_output.OutputSpec(
         out,
         plan.files,
-        Origin.of(read, plan.files, conversion.settings(plan)),
+        Origin.of(read, plan.files, plan.settings),
         source=conversion.read,
         before=before,
         single_file=plan.single_file,
@@ -262,17 +250,16 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
         notes = executor.run(index, left, spec.place, seen)
         listener.on_written()
         if not executor.compares:
-            notes = _compared(conversion, plan, spec.place.folder, seen, listener)
+            notes = _compared(plan, options, spec.place.folder, seen, listener)
     return replace(plan, notes=(*plan.notes, *resumed, *notes))
 
 
 def _compared(
-    conversion: Conversion[P], plan: P, folder: str, seen: KnownCrcs, listener: Listener
+    plan: Plan, options: WriteOptions, folder: str, seen: KnownCrcs, listener: Listener
 ) -> tuple[str, ...]:
     """Make the comparisons with the source that the options want; notes say what was found."""
-    options = conversion.write
     if options.check:
-        return _check(conversion, plan, folder, listener.on_bytes)
+        return _check(plan, options, folder, listener.on_bytes)
     if not options.checks_source:
         return ()
     from ckpt_tools.proof.damage import check_copied  # late: it is needed after the copy alone
@@ -294,14 +281,13 @@ def _is_there(out: str, plan: Plan, sizes: Sizes) -> bool:
 
 
 def _check(
-    conversion: Conversion[P], plan: P, folder: str, on_bytes: Callable[[int], None]
+    plan: Plan, options: WriteOptions, folder: str, on_bytes: Callable[[int], None]
 ) -> tuple[str, ...]:
     """Read the output back, and record the proof in it where it has room."""
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
-    options = conversion.write
     with Files(sizes=options.sizes) as files:
         statement = checking.check(written, plan, files, threads=options.threads, on_bytes=on_bytes)
-    conversion.record(plan, folder, statement)
+    checking.record(folder, plan, statement)
     return (statement,)

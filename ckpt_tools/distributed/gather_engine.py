@@ -143,7 +143,7 @@ class _Gatherer:
                 return check_copied(held, files, seen=seen, threads=threads)
             statement = checking.check(folder, plan, files, threads=threads, own=own)
         if group.rank == 0:
-            checking.record_beside(folder, statement, source=index)
+            checking.record(folder, plan, statement)
         return (statement,)
 
     def _part_of(self, plans: LazyPlans, index: CheckpointIndex) -> _RanksPart:

@@ -22,7 +22,7 @@ from size_records import DEFAULT
 
 from ckpt_tools import api, formats
 from ckpt_tools.convert import check as checking
-from ckpt_tools.convert.export import Export, ExportOptions
+from ckpt_tools.convert.export import ExportOptions, export_of
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import write as copy
@@ -338,7 +338,7 @@ def test_what_is_read_back_is_part_of_the_bar(tmp_path: Path) -> None:
     done, totals = [], []
     write = WriteOptions(check=True)
     out = str(tmp_path / "out.safetensors")
-    export = Export(formats.read_index(DCP), out, write, ExportOptions())
+    export = export_of(formats.read_index(DCP), out, write, ExportOptions())
     plan = write_here(export, listener=Listener(done.append, totals.append))
     assert totals == [2 * plan.files.length]
     assert sum(done) == plan.files.length + plan.nbytes

@@ -258,8 +258,8 @@ def test_an_unfinished_export_by_a_function_that_makes_something_else_is_another
 
     def settings(step: Transform) -> object:
         options = ExportOptions(only="model", steps=(step,))
-        order = convert.Export(index, str(tmp_path / "out"), WriteOptions(), options)
-        return order.settings(order.plan(formats.locate))["what the names map does"]
+        order = convert.export_of(index, str(tmp_path / "out"), WriteOptions(), options)
+        return order.plan(formats.locate).settings["what the names map does"]
 
     same = settings(lambda made, *_: TransformResult(tuple(made)))
     assert settings(lambda made, *_: TransformResult((*made,))) == same

@@ -24,10 +24,10 @@ from size_records import TINY
 
 from ckpt_tools import formats
 from ckpt_tools.convert import check as checking
-from ckpt_tools.convert.export import Export, ExportOptions, plan_export
+from ckpt_tools.convert.export import ExportOptions, export_of, plan_export
 from ckpt_tools.convert.plan import Plan
-from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, plan_reshard
-from ckpt_tools.convert.write import Read, WriteOptions
+from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, plan_reshard, reshard_of
+from ckpt_tools.convert.write import Conversion, Read, WriteOptions
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import Share, cut
 from ckpt_tools.copying.write import write_files
@@ -95,9 +95,9 @@ def nothing(_: int) -> None:
 
 def resharding(
     out: Path, *, mesh: str = "4x8", ckpt: Path = DCP, only: Section | None = None
-) -> Reshard:
+) -> Conversion[ReshardPlan]:
     options = ReshardOptions(parse_mesh(mesh), only=only)
-    return Reshard(read_index(str(ckpt)), str(out), WriteOptions(), options)
+    return reshard_of(read_index(str(ckpt)), str(out), WriteOptions(), options)
 
 
 # --------------------------------------------------------------------------------- environment
@@ -576,7 +576,7 @@ def test_an_export_tells_how_many_bytes_there_will_be(tmp_path: Path, workers: i
     told: list[int] = []
     totals: list[int] = []
     out = str(tmp_path / "out")
-    conversion = Export(read_index(str(DCP)), out, WriteOptions(), ExportOptions())
+    conversion = export_of(read_index(str(DCP)), out, WriteOptions(), ExportOptions())
     listener = Listener(told.append, totals.append)
     write_here(conversion, workers=workers, listener=listener)
     written = sum(map(len, contents(tmp_path / "out").values()))
@@ -680,7 +680,7 @@ def test_workers_of_workers_are_refused(
 ) -> None:
     under_torchrun(0)
 
-    def make(read: Read) -> Reshard:
+    def make(read: Read) -> Conversion[ReshardPlan]:
         raise AssertionError(read)
 
     with pytest.raises(UsageError, match="-j 2 starts workers of its own"):
@@ -694,10 +694,10 @@ def test_an_output_in_what_was_read_is_refused_when_that_is_known(
     source = shutil.copytree(DCP, tmp_path / "source")
     out, asked, options = source / "out", [], ReshardOptions(parse_mesh("2"))
 
-    def make(read: Read) -> Reshard:
+    def make(read: Read) -> Conversion[ReshardPlan]:
         asked.append(read)
         index = read(str(source), ReadOptions())
-        return Reshard(index, str(out), WriteOptions(), options)
+        return reshard_of(index, str(out), WriteOptions(), options)
 
     with pytest.raises(UsageError, match="lies inside"):
         plan(make, str(out), WriteOptions())

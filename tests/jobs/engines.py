@@ -15,8 +15,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from size_records import DEFAULT, TINY
 
-from ckpt_tools.convert.reshard import Reshard, ReshardOptions
-from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, reshard_of
+from ckpt_tools.convert.write import Conversion, WriteOptions
 from ckpt_tools.core.mesh_spec import parse_mesh, parse_rule
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import environment
@@ -32,8 +32,8 @@ def do(task: dict[str, object], rank: int, sizes: Sizes) -> None:
     ckpt, out = str(task["ckpt"]).replace("{rank}", str(rank)), str(task["out"])
     options = ReshardOptions(mesh, rules=rules)
 
-    def make(read: Read) -> Reshard:
-        return Reshard(read(ckpt, ReadOptions()), out, write, options)
+    def make(read: Read) -> Conversion[ReshardPlan]:
+        return reshard_of(read(ckpt, ReadOptions()), out, write, options)
 
     try:
         plan = run(make, out, write, engine=engine_named(str(task["engine"]), options))

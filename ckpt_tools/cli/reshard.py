@@ -281,8 +281,7 @@ def _lines(asked: _Asked, plan: ReshardPlan, started: float) -> Iterator[str]:
     if not asked.writing.dry_run:
         yield f"{_what(asked, plan)}, {shaping.took(plan, started)}{_by(asked)}"
         return
-    predicted = forecast.of(plan, asked.writing.options.sizes)
-    files, sources = predicted.files, counted(predicted.sources, "file")
+    files, sources = forecast.of(plan)
     free = atomic_output.free_space(run.made_at(asked.out))
     ranks, placed = counted(plan.mesh.size, "rank"), _listed(asked)
     yield f"{_what(asked, plan)}; not written (--dry-run)"
@@ -290,9 +289,9 @@ def _lines(asked: _Asked, plan: ReshardPlan, started: float) -> Iterator[str]:
         (
             ("Mesh", f"{plan.mesh} ({ranks}): {placed}"),
             ("Engine", f"{asked.engine}, {_processes(asked, plan)}"),
-            ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
+            ("Reads", f"{format_size(sum(f.read for f in files))} from {counted(sources, 'file')}"),
             ("Writes", format_size(plan.nbytes)),
-            ("Memory", f"about {format_size(_memory(asked, plan, predicted))} a process"),
+            ("Memory", f"about {format_size(_memory(asked, plan, files))} a process"),
             ("Free", f"{format_size(free)} where OUT will be made"),
         )
     )
@@ -328,21 +327,23 @@ def _processes(asked: _Asked, plan: ReshardPlan) -> str:
     return f"one process with {threads}"
 
 
-def _memory(asked: _Asked, plan: ReshardPlan, predicted: forecast.Forecast) -> int:
-    buffers = asked.writing.options.max_memory // asked.writing.jobs
-    return forecast.peak_memory(plan, predicted.held, engine=asked.engine, buffers=buffers)
+def _memory(asked: _Asked, plan: ReshardPlan, files: Sequence[forecast.FileForecast]) -> int:
+    options = asked.writing.options
+    buffers = options.max_memory // asked.writing.jobs
+    engine = asked.engine
+    return forecast.peak_memory(plan, files, options.sizes, engine=engine, buffers=buffers)
 
 
 def _json(asked: _Asked, plan: ReshardPlan) -> Mapping[str, render.Json]:
-    predicted = forecast.of(plan, asked.writing.options.sizes)
+    files, _ = forecast.of(plan)
     return {
         "engine": asked.engine,
         "format": asked.wanted.format,
         "mesh": records.record_json(plan.mesh) | {"placements": _listed(asked)},
         "tensors": len(plan.targets),
         "nbytes": plan.nbytes,
-        "peak_memory": _memory(asked, plan, predicted),
-        "files": records.as_json(predicted.files),
+        "peak_memory": _memory(asked, plan, files),
+        "files": records.as_json(files),
         "notes": list(plan.notes),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.convert.reshard import ReshardPlan
@@ -30,33 +30,27 @@ class FileForecast(NamedTuple):
     sources: int
 
 
-class Forecast(NamedTuple):
-    """Each file of a plan, and the number of files that are read; ``held`` bytes are its plans."""
-
-    files: tuple[FileForecast, ...]
-    sources: int
-    held: int
-
-
-def of(plan: ReshardPlan, sizes: Sizes) -> Forecast:
-    """The forecast of a plan, in one pass over its files."""
+def of(plan: ReshardPlan) -> tuple[list[FileForecast], int]:
+    """Each file of a plan, in one pass, and from how many files all of them are read."""
     files, sources = [], set[str]()
     for file in plan.files.files:
         boxes, nbytes, paths = file.reads()
         sources |= paths
         files.append(FileForecast(file.path, file.length, boxes, nbytes, len(paths)))
-    boxes = sum(file.boxes for file in files)
-    largest = max((file.boxes for file in files), default=0) * _PER_PLANNED_BOX
-    group = max(sizes.plans, min(sizes.plan_files * largest, sizes.most_plans)) + largest
-    held = boxes * _PER_BOX + min(boxes * _PER_PLANNED_BOX, group)
-    return Forecast(tuple(files), len(sources), held)
+    return files, len(sources)
 
 
-def peak_memory(plan: ReshardPlan, held: int, *, engine: str, buffers: int) -> int:
+def peak_memory(
+    plan: ReshardPlan, files: Sequence[FileForecast], sizes: Sizes, *, engine: str, buffers: int
+) -> int:
     """About how many bytes the largest process will hold: plans, and ``buffers`` bytes of buffers.
 
     The engine `copy` holds only those, `dcp` a rank's shards, `gather` the largest tensor twice.
     """
+    boxes = sum(file.boxes for file in files)
+    most = max((file.boxes for file in files), default=0) * _PER_PLANNED_BOX
+    group = max(sizes.plans, min(sizes.plan_files * most, sizes.most_plans)) + most
+    held = boxes * _PER_BOX + min(boxes * _PER_PLANNED_BOX, group)
     if engine == "copy":
         return _WITH_NUMPY + held + buffers
     if engine == "gather":

@@ -11,7 +11,7 @@ from ckpt_tools.core.plan import LazyPlans, Mean, Target
 from ckpt_tools.core.records import Shown
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, first_of, format_size
-from ckpt_tools.transforms.base import Materialize
+from ckpt_tools.transforms.base import Works
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -38,7 +38,7 @@ class Plan(Shown):
     source: CheckpointIndex
     objects: tuple[ObjectEntry, ...] = ()
     tree: Branch[str] = NO_TREE
-    works: tuple[Materialize, ...] = ()
+    works: Works = field(default_factory=dict)
     single_file: str | None = None
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     means: Mapping[str, Mean] = field(default_factory=dict)

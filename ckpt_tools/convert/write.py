@@ -274,7 +274,7 @@ def _is_there(out: str, plan: Plan, sizes: Sizes) -> bool:
     from ckpt_tools.convert import finished  # late: it reads, and few runs come after their end
 
     with Files(sizes=sizes) as files:
-        for work in plan.works:
+        for work in plan.works.values():
             work(files, plan.source)
     name = plan.single_file
     return finished.is_written(out, plan.files, plan.source, single_file=name, sizes=sizes)

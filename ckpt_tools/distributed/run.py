@@ -10,7 +10,7 @@ these read. The engines `dcp` and `gather` execute a plan in other ways.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.storage.waiting import WAITING
-from ckpt_tools.transforms.base import Materialize
+from ckpt_tools.transforms.base import Works
 
 if TYPE_CHECKING:
     from ckpt_tools.convert.reshard import ReshardOptions
@@ -329,18 +329,16 @@ def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: S
     return ShareOrder(plans, share, place, options, plan.source, WAITING.patience)
 
 
-def _do(works: Sequence[Materialize], files: Files, source: CheckpointIndex) -> None:
+def _do(works: Works, files: Files, source: CheckpointIndex) -> None:
     """Make the bytes that a plan reads and no checkpoint holds."""
-    for work in works:
+    for work in works.values():
         work(files, source)
 
 
-def _needed(
-    works: Sequence[Materialize], plans: LazyPlans, share: Share, sizes: Sizes
-) -> list[Materialize]:
+def _needed(works: Works, plans: LazyPlans, share: Share, sizes: Sizes) -> Works:
     """The works whose bytes this share reads: each rank makes them on its own disk."""
     if not works:
-        return []
+        return works
     read = {
         read.chunk.data.path
         for _, tasks in groups_of(plans, share, sizes)
@@ -348,4 +346,4 @@ def _needed(
         for piece in task.pieces
         for read in piece.item.reads
     }
-    return [work for work in works if work.path in read]
+    return {path: work for path, work in works.items() if path in read}

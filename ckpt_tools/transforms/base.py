@@ -1,14 +1,15 @@
 """Steps between what a checkpoint holds and what is written: each turns entries into other entries.
 
 A step renames, cuts, joins or leaves out entries, as boxes over byte ranges; values that it has to
-compute are a `Materialize` to do before the files are written. No step is known by name here.
+compute are `Works` to do before the files are written. No step is known by name here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import FilePlan, Finder, WriteItem, object_entry_as_tensor
@@ -29,15 +30,9 @@ class TransformedTensor(NamedTuple):
         return self._replace(entry=replace(self.entry, fqn=fqn, path=(fqn,)))
 
 
-class Materialize(Protocol):
-    """What must be done once before tensors are read: it makes the file ``path``, which their
-    chunks point at. What it reads is located in ``source``.
-    """
-
-    @property
-    def path(self) -> str: ...  # noqa: D102 (said above)
-
-    def __call__(self, files: Files, source: CheckpointIndex) -> None: ...  # noqa: D102
+# What must be done once before tensors are read: each makes the file of this path, which their
+# chunks point at. What it reads is located in the index.
+Works = Mapping[str, Callable[[Files, CheckpointIndex], None]]
 
 
 class TransformResult(NamedTuple):
@@ -50,7 +45,7 @@ class TransformResult(NamedTuple):
     made: tuple[TransformedTensor, ...]
     notes: tuple[str, ...] = ()
     files: tuple[FilePlan, ...] = ()
-    works: tuple[Materialize, ...] = ()
+    works: Works = MappingProxyType({})
 
 
 Transform = Callable[[tuple[TransformedTensor, ...], Files, DtypePolicy], TransformResult]
@@ -75,7 +70,7 @@ def apply(
             one.made,
             (*outcome.notes, *one.notes),
             (*outcome.files, *one.files),
-            (*outcome.works, *one.works),
+            {**outcome.works, **one.works},
         )
     return outcome
 

@@ -1006,7 +1006,7 @@ def test_what_a_step_changes_is_located_by_those_who_read_it(
     whole = plan_export(index, options)
     stored = {str(c.data) for e in index.tensors for c in e.chunks}
     with Files() as files:
-        for work in (*plan.works, *whole.works):
+        for work in (*plan.works.values(), *whole.works.values()):
             work(files, index)
     seen = []
     for order in shares_of(plan, tmp_path / "out", 3):

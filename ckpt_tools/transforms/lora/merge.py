@@ -121,7 +121,7 @@ class MergeTransform:
         packed = types.quantized.members
         folder = mkdtemp(dir=temporary_folder())
         merged: dict[str, TransformedTensor] = {}
-        works: list[_Merge] = []
+        works: dict[str, _Merge] = {}
         for number, factors in enumerate(parts.factors):
             name = f"{factors.module}.weight"
             path = os.path.join(folder, f"{number:06}.bin")
@@ -129,12 +129,12 @@ class MergeTransform:
                 if origin in packed:
                     raise _is_quantized(name, packed[origin].family)
             work = self._merge(parts, factors, types, path=path, turned=factors.module in turned)
-            works.append(work)
+            works[path] = work
             origins = (*parts.base[name].origins, *factors.a.origins, *factors.b.origins)
             merged[name] = TransformedTensor(_entry_of(work), origins)
         every = parts.base | parts.saved | merged
         out = tuple(made.named(name) for name, made in sorted(every.items()))
-        return TransformResult(out, tuple(self._notes(parts)), works=tuple(works))
+        return TransformResult(out, tuple(self._notes(parts)), works=works)
 
     def _merge(
         self, parts: AdapterParts, factors: Factors, types: DtypePolicy, *, path: str, turned: bool

@@ -23,6 +23,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.names import no_such_entry, selector
+from ckpt_tools.core.options import only_one_of
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.records import Json
 from ckpt_tools.core.state_tree import nested
@@ -315,8 +316,7 @@ def open_checkpoint(
     for what is no checkpoint at all; for what is not there it is a FileNotFoundError, too.
     """
     place = os.fspath(path)
-    if latest and step is not None:
-        raise UsageError("latest and step cannot be used together.")
+    only_one_of({"latest": latest, "step": step is not None})
     if latest or step is not None:
         place = formats.of_step(place, step)
     return Checkpoint(place, options=options)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import click
 
-from ckpt_tools.cli import options, progress, render
+from ckpt_tools.cli import choosing, options, progress, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, required
@@ -82,7 +82,7 @@ class _Asked:
     threads: int | None = options.threads()
     json: bool = options.as_json()
     filters: Filters
-    reading: options.Reading
+    reading: choosing.Reading
 
 
 @options.command("diff", _Asked, help=_HELP)
@@ -91,8 +91,8 @@ def command(asked: _Asked) -> None:
     wanted, reading, header_only = asked.wanted, asked.reading, asked.header_only
     if header_only and (wanted.ignore_dtypes or not wanted.is_bitwise):
         raise UsageError("--header-only compares no values, so tolerances mean nothing.")
-    a = options.choose(reading.read(asked.a), asked.filters)
-    b = options.choose(reading.read(asked.b), asked.filters)
+    a = choosing.choose(reading.read(asked.a), asked.filters)
+    b = choosing.choose(reading.read(asked.b), asked.filters)
     if fitting(a, b, wanted) != wanted:
         say("No tensor's name is on both sides: compared without containers (--clean-names).")
     if header_only:
@@ -147,9 +147,9 @@ def row(entry: EntryDiff) -> tuple[str, ...]:
     return (
         *what,
         f"{delta.differing:,} of {delta.numel:,}",
-        options.number(delta.max_abs),
+        render.number(delta.max_abs),
         "-" if place is None else f"[{', '.join(map(str, place))}]",
-        options.number(delta.relative_l2),
+        render.number(delta.relative_l2),
     )
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ckpt_tools.analysis.infer_mesh import FoundMesh, Status, mesh_json
 from ckpt_tools.analysis.summary import layout_of, placement_names
-from ckpt_tools.cli import options
-from ckpt_tools.cli.render import Json, columns, cut_to, finite, terminal_width
+from ckpt_tools.cli.render import Json, columns, cut_to, finite, number, terminal_width
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
@@ -151,7 +150,7 @@ def stats_cells(tensor: TensorStats) -> tuple[str, ...]:
     """Mean, spread, least, greatest and norm, and how many are NaN, infinite and zero."""
     values = (tensor.mean, tensor.std, tensor.min, tensor.max, tensor.l2)
     counts = (tensor.nan, tensor.inf, tensor.zeros)
-    return (*map(options.number, values), *(f"{count:,}" for count in counts))
+    return (*map(number, values), *(f"{count:,}" for count in counts))
 
 
 def csv_row(entry: Entry, mesh: FoundMesh | None) -> tuple[str | int, ...]:

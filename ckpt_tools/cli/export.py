@@ -13,12 +13,12 @@ from functools import partial
 from typing import Literal
 
 from ckpt_tools import formats
-from ckpt_tools.cli import options, shaping
+from ckpt_tools.cli import choosing, options, shaping
 from ckpt_tools.cli.group import say, saying
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import Conversion, Read, WriteOptions
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
-from ckpt_tools.core.options import option
+from ckpt_tools.core.options import only_one_of, option
 from ckpt_tools.core.text import counted
 from ckpt_tools.distributed import environment
 from ckpt_tools.errors import UsageError
@@ -136,8 +136,7 @@ class _Adapters:
             if self != _Adapters():
                 raise UsageError("LoRA options need --adapter or --merge-lora.")
             return ()
-        if self.alone and self.merge:
-            raise UsageError("--adapter and --merge-lora cannot be used together.")
+        only_one_of({"--adapter": self.alone, "--merge-lora": self.merge})
         if (self.config is None) == (self.alpha is None):
             raise UsageError(
                 "LoRA's alpha is in no tensor: give it with --lora-alpha or with --adapter-config, "
@@ -185,7 +184,7 @@ class _Asked:
         after="--exclude",
         choices=(*SECTIONS, "all"),
     )
-    reading: options.Reading
+    reading: choosing.Reading
 
 
 @options.command("export", _Asked, help=_HELP)
@@ -221,7 +220,7 @@ def _conversion(
     usual: Section | None = None if asked.wanted.layout else "model"
     only = None if asked.only == "all" else asked.only or usual
     wanted = replace(asked.wanted, format=form, only=only)
-    options.choose(index, wanted)
+    choosing.choose(index, wanted)
     is_folder = form == HUB_FORMAT and not convert.is_single_file(asked.out, form)
     wanted = replace(wanted, steps=_steps(index, asked, is_folder=is_folder))
     if asked.adapters.alone:  # PEFT reads one file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 from dataclasses import dataclass
 
-from ckpt_tools.cli import options, progress, render
+from ckpt_tools.cli import choosing, options, progress, render
 from ckpt_tools.copying import one_file
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
@@ -44,7 +44,7 @@ class _Asked:
     threads: int | None = options.threads()
     json: bool = options.as_json()
     filters: Filters
-    reading: options.Reading
+    reading: choosing.Reading
 
 
 @options.command("fingerprint", _Asked, help=_HELP)
@@ -53,11 +53,11 @@ def command(asked: _Asked) -> None:
     ckpt, target, force = asked.reading.find(asked.ckpt), asked.write, asked.force
     if target is not None:
         one_file.admit(target, sources=[ckpt], force=force)
-    index = options.read(ckpt, asked.reading.options)
+    index = choosing.read(ckpt, asked.reading.options)
     sources = [ckpt, *sources_of(index)]
     if target is not None:
         one_file.admit(target, sources=sources, force=force)
-    chosen = options.choose(index, asked.filters)
+    chosen = choosing.choose(index, asked.filters)
     with progress.byte_bar(chosen.count.nbytes, label="fingerprint") as on_bytes, Files() as files:
         digests = fingerprint(chosen, files, threads=asked.threads, on_bytes=on_bytes)
     if not chosen.tensors:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import click
 
-from ckpt_tools.cli import options, render, report, run_list
+from ckpt_tools.cli import choosing, options, render, report, run_list
 from ckpt_tools.cli.group import error_json, say_error
 from ckpt_tools.core.names import Filters
-from ckpt_tools.core.options import option
+from ckpt_tools.core.options import only_one_of, option
 from ckpt_tools.errors import CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import read_index, run_of
 from ckpt_tools.formats.frameworks import sources_of
@@ -57,7 +57,7 @@ class _Asked:
     force: bool = option(False, "--force", "Replace an existing FILE.")
     json: bool = options.as_json()
     filters: Filters
-    reading: options.Reading
+    reading: choosing.Reading
 
     def __post_init__(self) -> None:
         if self.html is None and (self.stats or self.force):
@@ -89,14 +89,14 @@ def command(asked: _Asked) -> None:
                     render.emit(run_list.lines(ckpt, saves))
                 continue
             whole = read_index(ckpt, options=asked.reading.options)
-            index = options.choose(whole, asked.filters)
+            index = choosing.choose(whole, asked.filters)
             if json:
                 said = report.as_json(whole, index, every=every, shards=shards)
             else:
                 render.emit(report.lines(whole, index, every=every, shards=shards))
             whole.require_whole()
         except CkptError as error:
-            options.name_newest(error)
+            choosing.name_newest(error)
             say_error(error)
             codes.append(error.exit_code)
             said = {**said, "error": error_json(error)}
@@ -116,8 +116,7 @@ def _emit_json(objects: Sequence[Mapping[str, render.Json]], *, several: bool) -
 
 def _paths(ckpts: list[str], asked: _Asked) -> None:
     """Print where each checkpoint is. Raises what keeps one from being whole."""
-    if asked.json:
-        raise UsageError("--path-only and --json cannot be used together.")
+    only_one_of({"--path-only": True, "--json": asked.json})
     for ckpt in ckpts:
         index = read_index(ckpt, options=asked.reading.options)
         render.emit([index.root])
@@ -131,10 +130,10 @@ def _page(ckpts: list[str], html: str, asked: _Asked) -> None:
     if len(ckpts) > 1 or asked.json or asked.path_only:
         raise UsageError("--html reports one checkpoint, and not as --json or --path-only.")
     whole = banner.read(ckpts[0], html, asked.reading.options, force=asked.force)
-    index = options.choose(whole, asked.filters)
+    index = choosing.choose(whole, asked.filters)
     seen, failure = None, None
     try:
-        index = options.with_values(index)
+        index = choosing.with_values(index)
         seen = pages.read_values(index) if asked.stats else None
     except CheckpointError as error:
         failure = error

@@ -11,7 +11,7 @@ from ckpt_tools.analysis import ownership
 from ckpt_tools.analysis.infer_mesh import mesh_json
 from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved
 from ckpt_tools.analysis.summary import mesh_of
-from ckpt_tools.cli import entries, options, render
+from ckpt_tools.cli import choosing, entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import colors, fold, text
 from ckpt_tools.core.index import CheckpointIndex
@@ -24,7 +24,7 @@ from ckpt_tools.core.mesh_spec import (
     parse_rule,
 )
 from ckpt_tools.core.names import Filters
-from ckpt_tools.core.options import option, repeated
+from ckpt_tools.core.options import only_one_of, option, repeated
 from ckpt_tools.core.records import as_json
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import UsageError
@@ -55,7 +55,7 @@ class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
-    name: str | None = option(None, "[NAME]", complete=options.tensors)
+    name: str | None = option(None, "[NAME]", complete=choosing.tensors)
     every: bool = option(False, "--every", "One bar for each tensor; no shared bars.")
     html: str | None = option(None, "--html", "Write an HTML page; - is stdout.", metavar="FILE")
     force: bool = option(False, "--force", "Replace an existing FILE.")
@@ -72,25 +72,24 @@ class _Asked:
     rules: tuple[str, ...] = repeated("--place", "As in reshard.", metavar="GLOB=LIST", parse=str)
     json: bool = options.as_json()
     filters: Filters
-    reading: options.Reading
+    reading: choosing.Reading
 
 
 @options.command("layout", _Asked, help=_HELP)
 def command(asked: _Asked) -> None:
     """Draw what the filters choose, in the one form that was asked for."""
     name, html, json = asked.name, asked.html, asked.json
-    if html and json:
-        raise UsageError("--html and --json cannot be used together.")
+    only_one_of({"--html": bool(html), "--json": json})
     if asked.to_mesh is None and (asked.placements or asked.rules):
         raise UsageError("--placements and --place need --to-mesh.")
     ckpt = asked.reading.find(asked.ckpt)
     if html is None:
-        whole = options.read(ckpt, asked.reading.options)
+        whole = choosing.read(ckpt, asked.reading.options)
     else:
         from ckpt_tools.cli.pictures import banner  # late, here and below: most runs write no page
 
         whole = banner.read(ckpt, html, asked.reading.options, force=asked.force)
-    chosen = options.choose(whole, asked.filters)
+    chosen = choosing.choose(whole, asked.filters)
     if name is not None:
         chosen = _one(whole, name)
     before = ownership.holdings_of(chosen, mesh_of(whole))
@@ -117,7 +116,7 @@ def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
     if whole.tensor(name) is None:
         if whole.object(name) is not None:
             raise UsageError(f"{name} is an object, and only tensors have shards.")
-        raise options.no_such_name(whole, name)
+        raise choosing.no_such_name(whole, name)
     return whole.select({name})
 
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from ckpt_tools.analysis.infer_mesh import FoundMesh
 from ckpt_tools.analysis.summary import mesh_of
-from ckpt_tools.cli import entries, options, render
+from ckpt_tools.cli import choosing, entries, options, render
 from ckpt_tools.cli.entries import ORDERS, Order, row
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.render import cut_to
 from ckpt_tools.core.index import Entry, TensorEntry
 from ckpt_tools.core.names import Filters
-from ckpt_tools.core.options import option
+from ckpt_tools.core.options import only_one_of, option
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UsageError
 
@@ -53,47 +53,45 @@ class _Asked:
         None, "-n --first", "Only the first N in that order.", metavar="N", at_least=1
     )
     filters: Filters
-    reading: options.Reading
+    reading: choosing.Reading
 
 
 @options.command("ls", _Asked, help=_HELP)
 def command(asked: _Asked) -> None:
     """Print the entries in the one form that was asked for."""
     forms = {
-        "long": asked.long,
-        "tree": asked.tree,
-        "json": asked.json,
-        "jsonl": asked.jsonl,
-        "csv": asked.csv,
+        "--long": asked.long,
+        "--tree": asked.tree,
+        "--json": asked.json,
+        "--jsonl": asked.jsonl,
+        "--csv": asked.csv,
     }
-    wanted = [name for name, on in forms.items() if on]
-    if len(wanted) > 1:
-        raise UsageError(f"--{wanted[0]} and --{wanted[1]} cannot be used together.")
+    only_one_of(forms)
     if asked.tree and (asked.sort != "name" or asked.reverse or asked.first):
         raise UsageError("--tree has an order of its own: the names, all of them.")
     whole = asked.reading.read(asked.ckpt)
     mesh = mesh_of(whole)
-    index = options.with_values(options.choose(whole, asked.filters))
+    index = choosing.with_values(choosing.choose(whole, asked.filters))
     listed = entries.in_order(index, asked.sort, reverse=asked.reverse)[: asked.first]
-    _print(listed, mesh, form=wanted[0] if wanted else "short")
+    _print(listed, mesh, form=next((flag for flag, on in forms.items() if on), None))
     shown = f"; {len(listed):,} shown" if asked.first else ""
     say(f"{index.count}{shown}.")
     whole.require_whole()
 
 
-def _print(listed: Sequence[Entry], mesh: FoundMesh | None, *, form: str) -> None:
-    if form == "json":
+def _print(listed: Sequence[Entry], mesh: FoundMesh | None, *, form: str | None) -> None:
+    if form == "--json":
         objects = [entries.entry_json(entry, mesh) for entry in listed]
         render.emit_json({"schema": "ckpt-tools/ls/1", "entries": objects})
-    elif form == "jsonl":
+    elif form == "--jsonl":
         render.emit_json_lines(entries.entry_json(entry, mesh) for entry in listed)
-    elif form == "csv":
+    elif form == "--csv":
         rows = (entries.csv_row(entry, mesh) for entry in listed)
         render.emit_csv(entries.CSV_HEADER, rows)
-    elif form == "tree":
+    elif form == "--tree":
         render.emit(tree_lines(listed, mesh))
     else:
-        render.emit(entries.lines(listed, mesh, long=form == "long"))
+        render.emit(entries.lines(listed, mesh, long=form == "--long"))
 
 
 # Characters of a value in a tree; the other forms show all.

@@ -1,28 +1,24 @@
 """Commands that take dataclasses: the options that fields describe, and the values given for them.
 
 This is the one place where an option becomes a field. `Command` is the class of all commands:
-guesses, and options under headings. Below are the fields that several commands share, and what they
-choose: the checkpoint, its step, its entries.
+guesses, and options under headings. Below are the fields that several commands share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache, partial
 from types import NoneType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, TypeVar, get_args, get_type_hints
 
 import click
 
 from ckpt_tools import formats
-from ckpt_tools.cli import guesses
-from ckpt_tools.cli.group import interruptible, say, set_quiet, set_verbosity
-from ckpt_tools.cli.progress import clock
+from ckpt_tools.cli import choosing, guesses
+from ckpt_tools.cli.group import interruptible, set_quiet, set_verbosity
 from ckpt_tools.cli.render import cut_to, one_object
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.names import Filters, did_you_mean, near_names, no_such_entry, select
 from ckpt_tools.core.options import (
     Completion,
     Heading,
@@ -32,29 +28,18 @@ from ckpt_tools.core.options import (
     repeated,
     required,
 )
-from ckpt_tools.distributed import environment
 from ckpt_tools.errors import (
-    AnswerNo,
     CheckpointError,
-    CkptError,
-    IncompleteError,
-    Instead,
-    UnreadableError,
     UsageError,
-    Way,
 )
-from ckpt_tools.formats import SMALL_OBJECT, ReadOptions, is_checkpoint, open_objects, read_index
-from ckpt_tools.formats.frameworks import whole_of
-from ckpt_tools.storage.reader import Files
 from ckpt_tools.storage.waiting import WAITING, wait_for_stores
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_CHOSEN = "ckpt_tools.chosen"
 _GROUPED_FROM = 16  # options; fewer are read at a glance
-# Suffixes that people may give to an output and that no command writes.
 _GLOB = "GLOB"  # what stands for a pattern of names in the help
+# Suffixes that people may give to an output and that no command writes.
 _FOREIGN = (".gguf", ".ggml", ".onnx", ".npz", ".h5", ".msgpack", ".pkl", ".zip", ".tar", ".json")
 
 
@@ -91,7 +76,7 @@ class Command(click.Command):
             try:
                 answer: object = super().invoke(ctx)
             except CheckpointError as error:
-                name_newest(error)
+                choosing.name_newest(error)
                 raise
             return answer
 
@@ -226,7 +211,7 @@ def _param(described: Option, field: Field[object], hint: object) -> click.Param
     else:
         make = partial(make, type=_type(described, hint), metavar=described.metavar)
         if described.metavar == _GLOB:
-            make = partial(make, shell_complete=partial(_completed, names))
+            make = partial(make, shell_complete=partial(_completed, choosing.names))
         if described.repeated:
             made = make(multiple=True)
         elif field.default is MISSING:
@@ -259,40 +244,6 @@ def _completed(
     # click has not come to the arguments where an option lacks its value, as the one to complete.
     ckpt = ctx.params.get("ckpt") or next(iter(ctx.args), None)
     return complete(ckpt, incomplete) if isinstance(ckpt, str) else []
-
-
-# A shell lists what it is offered; nobody reads more than this.
-_MOST_OFFERED = 2_000
-
-
-def tensors(ckpt: str, incomplete: str) -> list[str]:
-    """Names of the tensors of a checkpoint."""
-    return _fitting(_names(ckpt)[0], incomplete)
-
-
-def names(ckpt: str, incomplete: str) -> list[str]:
-    """Names of all entries of a checkpoint."""
-    tensors, objects = _names(ckpt)
-    return _fitting(sorted(tensors + objects), incomplete)
-
-
-def _fitting(candidates: list[str], incomplete: str) -> list[str]:
-    """Names that begin with the text, else those that contain it, at most `_MOST_OFFERED`.
-
-    Shells are offered one name a line, so that those with a line break or an escape in them are
-    left out.
-    """
-    candidates = [name for name in candidates if name and name.isprintable()]
-    begin = [name for name in candidates if name.startswith(incomplete)]
-    return (begin or [name for name in candidates if incomplete in name])[:_MOST_OFFERED]
-
-
-def _names(ckpt: str) -> tuple[list[str], list[str]]:
-    try:
-        index = read_index(ckpt)
-    except (CkptError, OSError):
-        return [], []
-    return [entry.fqn for entry in index.tensors], [entry.fqn for entry in index.objects]
 
 
 def _type(described: Option, hint: object) -> object:
@@ -360,115 +311,6 @@ def _of_all() -> list[click.Parameter]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """Which checkpoint is meant by the folder of several, and how it is read.
-
-    Raises UsageError for two ways at once.
-    """
-
-    latest: bool = option(
-        False,
-        "--latest",
-        "If CKPT is a folder of several: use the last step.",
-        heading="Which entries",
-        own=True,
-    )
-    latest_complete: bool = option(
-        False,
-        "--latest-complete",
-        "If CKPT is a folder of several: use the last step that `verify --quick` calls complete.",
-        heading="Which entries",
-        own=True,
-    )
-    step: int | None = option(
-        None,
-        "--step",
-        "If CKPT is a folder of several: use this step.",
-        metavar="N",
-        heading="Which entries",
-        at_least=0,
-        own=True,
-    )
-    options: ReadOptions
-
-    def __post_init__(self) -> None:
-        ways = {
-            "--latest": self.latest,
-            "--latest-complete": self.latest_complete,
-            "--step": self.step is not None,
-        }
-        given = [flag for flag, is_given in ways.items() if is_given]
-        if len(given) > 1:
-            raise UsageError(f"{' and '.join(given)} cannot be used together.")
-
-    @property
-    def chooses(self) -> bool:
-        """Whether one of several is chosen."""
-        return self.latest or self.latest_complete or self.step is not None
-
-    def find(self, ckpt: str) -> str:
-        """The path of the checkpoint that these options choose in the one that was given.
-
-        Raises AnswerNo where --latest-complete finds none, and what `formats.of_step` raises.
-        """
-        if self.latest_complete:
-            from ckpt_tools.proof.latest import latest_complete  # late: most commands prove nothing
-
-            return latest_complete(ckpt, self.options, on_skip=say).path
-        if not self.chooses:
-            return ckpt
-        found = formats.of_step(ckpt, self.step)
-        click.get_current_context().meta[_CHOSEN] = _Chosen(ckpt, found, self.options)
-        return found
-
-    def read(self, ckpt: str) -> CheckpointIndex:
-        """The index of that checkpoint; its notes go to stderr."""
-        return read(self.find(ckpt), self.options)
-
-
-def read(ckpt: str, options: ReadOptions) -> CheckpointIndex:
-    """The index of a checkpoint; its notes go to stderr."""
-    with clock("reading the index"):
-        index = read_index(ckpt, options=options)
-    for note in index.notes:
-        say(note)
-    return index
-
-
-class _Chosen(NamedTuple):
-    """The checkpoint ``path`` that --latest or --step have chosen in ``run``."""
-
-    run: str
-    path: str
-    options: ReadOptions
-
-
-def newest_complete() -> str | None:
-    """Which step is the newest complete one, where that of --latest or --step is not complete."""
-    chosen: _Chosen | None = click.get_current_context().meta.get(_CHOSEN)
-    if chosen is None or environment.is_follower():
-        return None
-    from ckpt_tools.proof.latest import latest_complete, problem_of  # late: only for what is wrong
-
-    try:
-        if problem_of(chosen.path, chosen.options) is None:
-            return None
-        saved = latest_complete(chosen.run, chosen.options)
-    except AnswerNo as error:
-        return error.message
-    except CheckpointError:  # several are of one step
-        return None
-    return None if saved.step is None else f"--step {saved.step} is the newest complete one."
-
-
-def name_newest(error: CkptError) -> None:
-    """Add the newest complete step to the hint of what is wrong with another one."""
-    newest = newest_complete() if isinstance(error, (IncompleteError, UnreadableError)) else None
-    if newest is not None:
-        error.advice = "\n".join(filter(None, (error.advice, newest)))
-
-
 def ckpt() -> str:
     """The field of CKPT."""
     return required("CKPT", own=True, parse=str)
@@ -522,44 +364,6 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
-    """The entries that the filters choose. Raises AnswerNo, with names that are near, for none."""
-    if chosen.wants_all:
-        return index
-    try:
-        return select(index, chosen)
-    except AnswerNo as error:
-        held = index.entries
-        within = [f"*{text}*" for text in chosen.include if any(text in one.fqn for one in held)]
-        if within and error.instead is None:
-            globs = Way(options=tuple(word for glob in within for word in ("-i", glob)))
-            raise AnswerNo(error.message, instead=Instead(index.root, (globs,))) from error
-        names = [name for text in chosen.include for name in near_names(index, text.strip("*"))]
-        whole = whole_of(index)
-        is_half = whole is not None and is_checkpoint(whole)
-        if not names and is_half and error.instead is not None:
-            ways = (Way(whole), *error.instead.ways)
-            error.instead = error.instead._replace(ways=ways)
-        if not names:
-            raise
-        raise AnswerNo(error.message, hint=did_you_mean(names)) from error
-
-
-def with_values(index: CheckpointIndex) -> CheckpointIndex:
-    """The same index with the values of its plain objects read, of those that are small."""
-    if not index.objects:
-        return index
-    with Files() as files:
-        return open_objects(index, files, largest=SMALL_OBJECT)
-
-
-def no_such_name(index: CheckpointIndex, fqn: str) -> AnswerNo:
-    """The error for a name that does not exist. Raises what is wrong when the name is lost."""
-    if fqn in index.lost:
-        index.select({fqn}).require_whole()
-    return no_such_entry(index, fqn)
-
-
 def threads() -> int | None:
     """The field of -j; None to choose by the machine and the work."""
     return option(
@@ -570,14 +374,3 @@ def threads() -> int | None:
         at_least=1,
         shown="the cores this process may use, at most 16",
     )
-
-
-def number(value: complex | None) -> str:
-    """A number in a few digits, ``-`` for none."""
-    if value is None:
-        return "-"
-    if isinstance(value, int) and abs(value) < 10**12:
-        return str(value)
-    if isinstance(value, (int, float)):
-        return f"{value:.4g}"
-    return f"{value.real:.4g}{value.imag:+.4g}j"

@@ -257,3 +257,14 @@ def facts(pairs: Iterable[Fact]) -> Iterator[str]:
 def bare(value: Json) -> str:
     """A value for a script: a string as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def number(value: complex | None) -> str:
+    """A number in a few digits, ``-`` for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) and abs(value) < 10**12:
+        return str(value)
+    if isinstance(value, (int, float)):
+        return f"{value:.4g}"
+    return f"{value.real:.4g}{value.imag:+.4g}j"

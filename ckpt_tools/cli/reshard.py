@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt_tools import formats
-from ckpt_tools.cli import options, render, shaping
+from ckpt_tools.cli import choosing, options, render, shaping
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, refuse_check, reshard_of
@@ -127,7 +127,7 @@ class _Asked:
     )
     writing: shaping.Writing
     json: bool = options.as_json()
-    reading: options.Reading
+    reading: choosing.Reading
 
 
 @options.command("reshard", _Asked, help=_HELP)
@@ -253,7 +253,7 @@ def _param_names(text: str, read: ReadOptions) -> ParamNames:
         return ParamNames(param_names.parse_names(_text_of(text), where=text))
     if not os.path.exists(text):
         raise UsageError(f"--param-names: {text} does not exist.")
-    return param_names.names_in(options.with_values(formats.read_index(text, options=read)))
+    return param_names.names_in(choosing.with_values(formats.read_index(text, options=read)))
 
 
 def _text_of(path: str) -> str:

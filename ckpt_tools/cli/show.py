@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from ckpt_tools.analysis.infer_mesh import FoundMesh
 from ckpt_tools.analysis.summary import layout_of, mesh_of, placement_names
-from ckpt_tools.cli import entries, options, render
+from ckpt_tools.cli import choosing, entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Chunk, Entry, ObjectEntry, TensorEntry
-from ckpt_tools.core.options import option, required
+from ckpt_tools.core.options import only_one_of, option, required
 from ckpt_tools.core.plain_values import PickledValue
 from ckpt_tools.core.records import Json, as_json, record_json
 from ckpt_tools.core.text import counted, format_size
@@ -46,21 +46,20 @@ class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
-    name: str = required("NAME", complete=options.names, parse=str)
+    name: str = required("NAME", complete=choosing.names, parse=str)
     part: str | None = option(
         None, "--slice", "Show the values of this part, e.g. '0:4,:8'.", metavar="SLICE"
     )
     raw: bool = option(False, "--raw", "Print only the value, for scripts.")
     json: bool = options.as_json()
-    reading: options.Reading
+    reading: choosing.Reading
 
 
 @options.command("show", _Asked, help=_HELP)
 def command(asked: _Asked) -> None:
     """Find the entry, then print it in the form that was asked for."""
     part, raw, json = asked.part, asked.raw, asked.json
-    if raw and json:
-        raise UsageError("--raw and --json cannot be used together.")
+    only_one_of({"--raw": raw, "--json": json})
     index = asked.reading.read(asked.ckpt)
     entry = _found(index, asked.name)
     name = entry.fqn
@@ -91,7 +90,7 @@ def _found(index: CheckpointIndex, name: str) -> Entry:
     if entry is None:
         ending = [one for one in index.entries if one.fqn.endswith(f".{name}")]
         if len(ending) != 1:
-            raise options.no_such_name(index, name)
+            raise choosing.no_such_name(index, name)
         entry = ending[0]
         say(f"Showing {entry.fqn}.")
     return entry

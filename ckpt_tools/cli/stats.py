@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools import formats
-from ckpt_tools.cli import options, progress, render
+from ckpt_tools.cli import choosing, options, progress, render
 from ckpt_tools.cli.entries import short_shape, stats_cells
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
-from ckpt_tools.core.options import option
+from ckpt_tools.core.options import only_one_of, option
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, CkptError, UsageError
 from ckpt_tools.proof.stats import GroupStats, Statistics, TensorStats, groups_of, stats
@@ -58,14 +58,13 @@ class _Asked:
     threads: int | None = options.threads()
     json: bool = options.as_json()
     filters: Filters
-    reading: options.Reading
+    reading: choosing.Reading
 
 
 @options.command("stats", _Asked, help=_HELP)
 def command(asked: _Asked) -> None:
     """Look at every value of the chosen tensors, then print what was seen."""
-    if asked.csv and asked.json:
-        raise UsageError("--csv and --json cannot be used together.")
+    only_one_of({"--csv": asked.csv, "--json": asked.json})
     if asked.steps:
         _steps(asked)
         return
@@ -86,7 +85,7 @@ def command(asked: _Asked) -> None:
 
 def _stats(asked: _Asked, index: CheckpointIndex) -> Statistics:
     """The statistics of the chosen tensors. Raises AnswerNo for none."""
-    chosen = options.choose(index, asked.filters)
+    chosen = choosing.choose(index, asked.filters)
     with progress.byte_bar(chosen.count.nbytes, label="stats") as on_bytes, Files() as files:
         statistics = stats(chosen, files, threads=asked.threads, on_bytes=on_bytes)
     if not chosen.tensors:

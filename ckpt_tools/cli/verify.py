@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import click
 
-from ckpt_tools.cli import options, progress, render
+from ckpt_tools.cli import choosing, options, progress, render
 from ckpt_tools.cli.group import error_json, say
 from ckpt_tools.core import records
 from ckpt_tools.core.index import CheckpointIndex
@@ -90,7 +90,7 @@ class _Asked:
     threads: int | None = options.threads()
     json: bool = options.as_json()
     filters: Filters
-    reading: options.Reading
+    reading: choosing.Reading
 
 
 @options.command("verify", _Asked, help=_HELP)
@@ -124,7 +124,7 @@ def command(asked: _Asked) -> None:
         render.emit_json(as_json(report, other))
     else:
         render.emit(lines(report, other))
-    if not report.whole and (newest := options.newest_complete()):
+    if not report.whole and (newest := choosing.newest_complete()):
         say(newest)
     if not report.whole or (other is not None and not other.same):
         click.get_current_context().exit(1)
@@ -202,13 +202,13 @@ def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
         reference = load(against)
         if not chosen.wants_all:
             reference = reference.select(chosen.include, chosen.exclude, chosen.only)
-        mine = options.choose(index, chosen)
+        mine = choosing.choose(index, chosen)
         with _comparing(mine) as on_bytes, Files() as files:
             compared = compare(mine, reference, files, threads=threads, on_bytes=on_bytes)
         return _Against(against, compared)
     say(f"Reading {against} for comparison.")
     other = asked.reading.read(against)
-    mine, theirs = options.choose(index, chosen), options.choose(other, chosen)
+    mine, theirs = choosing.choose(index, chosen), choosing.choose(other, chosen)
     with Files() as files:
         theirs, mine, left_out = without_left_out(theirs, mine, files)
         with _comparing(mine, theirs) as on_bytes:

@@ -19,7 +19,7 @@ from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.names import NamePatterns
-from ckpt_tools.core.options import option
+from ckpt_tools.core.options import only_one_of, option
 from ckpt_tools.core.plan import FilePlan, Finder, LazyPlans, Mean
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted, some
@@ -60,8 +60,7 @@ class Weighting:
     )
 
     def __post_init__(self) -> None:
-        if self.weights is not None and self.ema is not None:
-            raise UsageError("--weights and --ema cannot be used together.")
+        only_one_of({"--weights": self.weights is not None, "--ema": self.ema is not None})
         if self.ema is not None and not 0 <= self.ema <= 1:
             raise UsageError(f"--ema is a decay from 0 to 1, not {self.ema:g}.")
         given = self.weights or (1.0,)

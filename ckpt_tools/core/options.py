@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field
 from typing import Literal, NamedTuple, TypeVar
 
+from ckpt_tools.errors import UsageError
+
 # The headings of a command's help, in their order.
 Heading = Literal[
     "Options",
@@ -132,3 +134,10 @@ def option_of(described: Field[object]) -> Option | None:
     """The option of a field; None for what no command line gives."""
     found = described.metadata.get(_KEY)
     return found if isinstance(found, Option) else None
+
+
+def only_one_of(given: Mapping[str, bool]) -> None:
+    """Raise UsageError when more than one of these options is given."""
+    flags = [flag for flag, is_given in given.items() if is_given]
+    if len(flags) > 1:
+        raise UsageError(f"{' and '.join(flags)} cannot be used together.")

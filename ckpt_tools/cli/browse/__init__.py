@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from ckpt_tools.cli import options
+from ckpt_tools.cli import choosing, options
 from ckpt_tools.errors import UsageError
 
 _HELP = """Browse a checkpoint on the screen: sizes, shards, values.
@@ -26,7 +26,7 @@ class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
-    reading: options.Reading
+    reading: choosing.Reading
 
 
 @options.command("browse", _Asked, help=_HELP)

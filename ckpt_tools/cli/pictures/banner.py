@@ -12,7 +12,7 @@ from time import gmtime, strftime
 
 from ckpt_tools._version import __version__
 from ckpt_tools.analysis.inspection import Inspection, VerdictPart
-from ckpt_tools.cli import options, report
+from ckpt_tools.cli import choosing, report
 from ckpt_tools.cli.pictures import files
 from ckpt_tools.cli.pictures.shell import page, table, text
 from ckpt_tools.copying import one_file
@@ -71,7 +71,7 @@ def read(ckpt: str, html: str, reading: ReadOptions, *, force: bool) -> Checkpoi
     if html != "-":
         one_file.admit(html, sources=[ckpt], force=force)
     try:
-        return options.read(ckpt, reading)
+        return choosing.read(ckpt, reading)
     except CheckpointError as error:
         elsewhere = error.instead is not None and any(way.path for way in error.instead.ways)
         if not elsewhere and _is_there(ckpt):

@@ -126,9 +126,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
     path, index = os.fspath(out), index_of(source)
     if options is None:
         options = replace(_EXPORT, format=format_of(path) or _EXPORT.format)
-    if only is not None:
-        options = replace(options, only=None if only == "all" else only)
-    options = _chosen(options, dtype, include, exclude)
+    options = _chosen(options, dtype, only, include, exclude)
     if hf_assets is not None:
         from ckpt_tools.transforms.hf_folder import AssetsTransform, asset_config  # late: few have
 
@@ -142,12 +140,15 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
 def _chosen(
     options: Entries,
     dtype: str | DType | torch.dtype | None,
+    only: Section | Literal["all"] | None,
     include: Patterns,
     exclude: Patterns,
 ) -> Entries:
     """The options, with what was given by its name."""
     if dtype is not None:
         options = replace(options, dtype=require_dtype(dtype))
+    if only is not None:
+        options = replace(options, only=None if only == "all" else only)
     if include:
         options = replace(options, include=patterns(include))
     if exclude:
@@ -197,9 +198,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     if layout is not None:
         form = shards_format(layout, options.format)
         options = replace(options, layout=layout, format=form)
-    if only is not None:
-        options = replace(options, only=None if only == "all" else only)
-    options = _chosen(options, dtype, include, exclude)
+    options = _chosen(options, dtype, only, include, exclude)
     write = replace(write, force=force or write.force, check=check or write.check)
     conversion = reshard_of(index_of(source), os.fspath(out), write, options)
     return write_here(conversion, listener=Listener(on_bytes))

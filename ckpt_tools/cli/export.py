@@ -206,7 +206,9 @@ def command(asked: _Asked) -> None:
     plan = shaping.carried_out(make, out, write, writing, texts=texts)
     json, what = plan.to_dict() if asked.json else None, shaping.what(plan, out)
     if dry_run:
-        line = f"{what}; not written (--dry-run); {_workers(plan, writing)}"
+        each = writing.threads_of(plan, processes=writing.jobs)
+        who = each if writing.jobs == 1 else f"{counted(writing.jobs, 'worker')} of {each}"
+        line = f"{what}; not written (--dry-run); {who} would write it"
     else:
         line = f"{what}, {shaping.took(plan, started)}"
     shaping.tell(plan, out, writing, "export", lines=[line], json=json)
@@ -269,11 +271,3 @@ def _form(form: str | None, out: str) -> str:
             hint="Name the output as its format is named, or leave --format out.",
         )
     return form or by_suffix or formats.targets("whole")[0].name
-
-
-def _workers(plan: convert.ExportPlan, writing: shaping.Writing) -> str:
-    """How many threads, and processes, would write this plan."""
-    jobs = writing.jobs
-    each = writing.threads_of(plan, processes=jobs)
-    who = each if jobs == 1 else f"{counted(jobs, 'worker')} of {each}"
-    return f"{who} would write it"

@@ -146,7 +146,10 @@ def command(asked: _Asked) -> None:
         )
     if dry_run and engine == "copy" and environment.is_follower():
         return  # rank 0 plans alone
-    words = _say_mesh(asked)
+    words = ""
+    if asked.to_mesh is not None:
+        words = f"{asked.to_mesh} = {described(asked.wanted.mesh, _placements(asked.wanted))}"
+        say(words)
     others = [*asked.names.sources, *filter(None, (asked.like, asked.param_names))]
     write = asked.writing.beside(asked.ckpt, others)
     if engine != "copy":
@@ -164,15 +167,6 @@ def command(asked: _Asked) -> None:
     json = _json(asked, plan) if asked.json else None
     lines = _lines(asked, plan, started)
     shaping.tell(plan, out, writing, "reshard", lines=lines, json=json, said=words)
-
-
-def _say_mesh(asked: _Asked) -> str:
-    """Say on stderr what the mesh means; gives what was said."""
-    if asked.to_mesh is None:
-        return ""
-    words = f"{asked.to_mesh} = {described(asked.wanted.mesh, _placements(asked.wanted))}"
-    say(words)
-    return words
 
 
 def _options(asked: _Asked) -> ReshardOptions:
@@ -201,19 +195,17 @@ def _options(asked: _Asked) -> ReshardOptions:
 
 def _refuse_without_mesh(asked: _Asked, form: str) -> None:
     """Raise UsageError for what only --to-mesh gives a meaning, and for nothing to change."""
-    wanted, needs = (
-        asked.wanted,
-        {
-            "--placements": asked.placements,
-            "--place": asked.rules,
-            "--like": asked.like,
-            "--layout": asked.wanted.layout,
-            "--param-names": asked.param_names,
-            f"--engine {asked.engine}": asked.engine != "copy",
-            f"--format {form}": form != formats.targets("shards")[0].name,
-        },
-    )
-    for flag in [flag for flag, given in needs.items() if given]:
+    wanted = asked.wanted
+    needs = {
+        "--placements": asked.placements,
+        "--place": asked.rules,
+        "--like": asked.like,
+        "--layout": wanted.layout,
+        "--param-names": asked.param_names,
+        f"--engine {asked.engine}": asked.engine != "copy",
+        f"--format {form}": form != formats.targets("shards")[0].name,
+    }
+    if flag := next((flag for flag, given in needs.items() if given), None):
         raise UsageError(f"{flag} needs --to-mesh.")
     if wanted.wants_all and not (wanted.dtype or wanted.dtypes or _steps(asked)):
         raise UsageError(

@@ -208,7 +208,6 @@ _MAX_VALUES = 100_000
 class Corner(NamedTuple):
     """The elements of ``box`` of a tensor in row-major order, and what they are called."""
 
-    fqn: str
     box: Box
     values: Sequence[Number]
     noun: str = "values"
@@ -232,7 +231,7 @@ def read_corner(entry: TensorEntry, part: str | None) -> Corner:
     with Files() as files:
         data = read_array(entry, box, files=files)
     noun = "values" if has_numbers(entry.dtype) else "packed bits, as integers,"
-    return Corner(entry.fqn, box, decode(bytes(data), entry.dtype), noun)
+    return Corner(box, decode(bytes(data), entry.dtype), noun)
 
 
 def first_corner(shape: Sequence[int]) -> Box:

@@ -76,7 +76,11 @@ def command(asked: _Asked) -> None:
         for line in _anomaly_lines(statistics):
             say(line)
     else:
-        rows, width = [*map(_row, statistics.tensors)], render.terminal_width()
+        rows = [
+            (one.fqn, one.dtype, short_shape(one.shape), *stats_cells(one))
+            for one in statistics.tensors
+        ]
+        width = render.terminal_width()
         render.emit(render.columns(_HEADER, rows, align="lllrrrrrrrr", width=width))
         render.emit(_anomaly_lines(statistics))
     if asked.fail_nonfinite:
@@ -132,10 +136,6 @@ def _steps(asked: _Asked) -> None:
 def _cells(group: GroupStats) -> tuple[str | int, ...]:
     numbers = ("" if value is None else repr(value) for value in (group.l2, group.abs_max))
     return (*group[:4], *numbers, group.nonfinite)
-
-
-def _row(tensor: TensorStats) -> tuple[str, ...]:
-    return (tensor.fqn, tensor.dtype, short_shape(tensor.shape), *stats_cells(tensor))
 
 
 def _anomaly_lines(statistics: Statistics) -> Iterator[str]:

@@ -167,8 +167,9 @@ def _each(ckpts: Sequence[str], asked: _Asked) -> None:
             report = _report(read_index(ckpt, options=asked.reading.options), asked)
         except CkptError as error:
             worst = max(worst, error.exit_code)
-            objects.append(_unreadable(ckpt, error))
-            problem = error.message.partition("\n")[0]
+            message, said = error.message, error_json(error)
+            objects.append({"path": ckpt, "readable": False, "problem": message, "error": said})
+            problem = message.partition("\n")[0]
             lines = [f"{ckpt}: UNREADABLE: {problem}"]
         else:
             worst = max(worst, 0 if report.whole else 1)
@@ -182,15 +183,6 @@ def _each(ckpts: Sequence[str], asked: _Asked) -> None:
         render.emit_json({"schema": "ckpt-tools/verify-list/1", "checkpoints": objects})
     if worst:
         click.get_current_context().exit(worst)
-
-
-def _unreadable(ckpt: str, error: CkptError) -> render.Json:
-    return {
-        "path": ckpt,
-        "readable": False,
-        "problem": error.message,
-        "error": error_json(error),
-    }
 
 
 def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:

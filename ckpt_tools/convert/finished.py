@@ -33,18 +33,16 @@ def is_written(
     of its values are what the source gives. False, too, where the source cannot be read here.
     """
     places = {f.path: out if single_file else os.path.join(out, f.path) for f in plans.files}
-    if any(not _has_length(places[file.path], file.length) for file in plans.files):
-        return False
+    for file in plans.files:
+        path = places[file.path]
+        if not os.path.isfile(path) or os.path.getsize(path) != file.length:
+            return False
     most = -(-_SAMPLES // max(1, len(places)))
     try:
         with Files(sizes=sizes) as files:
             return all(_is_equal(plan, places[plan.path], source, files, most) for plan in plans)
     except CheckpointError:
         return False
-
-
-def _has_length(path: str, length: int) -> bool:
-    return os.path.isfile(path) and os.path.getsize(path) == length
 
 
 def _is_equal(plan: FilePlan, path: str, source: CheckpointIndex, files: Files, most: int) -> bool:

@@ -382,6 +382,9 @@ def _layouts(
     """The layout of each tensor on the target mesh; None for one that each rank holds whole."""
     rules = [(names.selector((rule.pattern,), ()), rule.placements) for rule in options.rules]
     like = _layouts_of(options.like) if options.like is not None else {}
+    # What the source's job held whole on each rank beside sharded tensors (buffers, random states)
+    # stays so. Of a source that stores everything whole, weights and optimizer state are cut.
+    cut = sharded or {entry.fqn for entry in tensors if entry.section != "other"}
     layouts: dict[str, Layout | None] = {}
     for entry in tensors:
         ruled = [placements for matches, placements in rules if matches(entry.fqn)]
@@ -393,7 +396,7 @@ def _layouts(
             layouts[entry.fqn] = _checked(
                 entry, _moved_to_mesh(entry, like[entry.fqn], options.mesh)
             )
-        elif _is_cut(entry, sharded):
+        elif entry.fqn in cut:
             placements = options.placements or default_placements(options.mesh)
             layouts[entry.fqn] = _checked(entry, _layout(options.mesh, placements))
         else:
@@ -412,20 +415,6 @@ def _sharded(index: CheckpointIndex) -> frozenset[str]:
         for entry in index.tensors
         if entry.layout is not None or inference.cut_of(entry) is not None
     )
-
-
-def _is_cut(entry: TensorEntry, sharded: frozenset[str]) -> bool:
-    """Whether a tensor that no rule names is cut.
-
-    What the source's job held whole on each rank beside sharded tensors (buffers, steps, random
-    states) stays whole. Of a source that stores everything whole, weights and optimizer state are
-    cut.
-    """
-    if not entry.shape:
-        return False
-    if sharded:
-        return entry.fqn in sharded
-    return entry.section != "other"
 
 
 def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
@@ -479,23 +468,18 @@ def _checked(entry: TensorEntry, layout: Layout | None) -> Layout | None:
     return layout
 
 
-def _replicated(whole: Sequence[str], tensors: Sequence[TensorEntry]) -> str:
-    """A note on the tensors that each rank holds whole; those that could be cut are named."""
-    shapes = {entry.fqn: entry.shape for entry in tensors}
-    named = [fqn for fqn in whole if shapes[fqn]]
-    scalars = [counted(len(whole) - len(named), "scalar")] if len(named) < len(whole) else []
-    held = ", ".join([*scalars, *([some(named)] if named else [])])
-    way = "; --place shards them" if named else ""
-    return f"{counted(len(whole), 'tensor')} replicated on each rank: {held}{way}."
-
-
 def _notes(
     layouts: Mapping[str, Layout | None], tensors: Sequence[TensorEntry], options: ReshardOptions
 ) -> list[str]:
-    whole = [fqn for fqn, layout in layouts.items() if layout is None]
+    """What each rank holds whole, that could be cut by its name; and what no placement uses."""
+    whole = [entry for entry in tensors if layouts[entry.fqn] is None]
+    named = [entry.fqn for entry in whole if entry.shape]
     notes = []
     if whole:
-        notes.append(_replicated(whole, tensors))
+        scalars = [counted(len(whole) - len(named), "scalar")] if len(named) < len(whole) else []
+        held = ", ".join([*scalars, *([some(named)] if named else [])])
+        way = "; --place shards them" if named else ""
+        notes.append(f"{counted(len(whole), 'tensor')} replicated on each rank: {held}{way}.")
     if options.placements is None and options.mesh.dim_names is not None:
         placed = default_placements(options.mesh)
         idle = [

@@ -82,11 +82,11 @@ def test_the_first_corner_is_small(shape: tuple[int, ...], sizes: tuple[int, ...
 
 
 def test_values_nest_one_list_a_dimension() -> None:
-    assert nested(Corner("w", Box((0, 0), (2, 3)), range(6))) == [[0, 1, 2], [3, 4, 5]]
-    assert nested(Corner("s", Box((), ()), [7])) == 7
-    assert nested(Corner("e", Box((0, 0), (2, 0)), [])) == [[], []]
+    assert nested(Corner(Box((0, 0), (2, 3)), range(6))) == [[0, 1, 2], [3, 4, 5]]
+    assert nested(Corner(Box((), ()), [7])) == 7
+    assert nested(Corner(Box((0, 0), (2, 0)), [])) == [[], []]
 
 
 def test_rows_are_aligned_and_blocks_apart() -> None:
-    shown = list(lines(Corner("w", Box((0, 0, 0), (2, 1, 2)), [1, 20, 3, 4])))
+    shown = list(lines(Corner(Box((0, 0, 0), (2, 1, 2)), [1, 20, 3, 4])))
     assert shown == ["  values of [0:2, 0:1, 0:2]", "   1 20", "", "   3  4"]

@@ -118,6 +118,11 @@ class CkptError(Exception):
         self.instead = instead
 
     @property
+    def first_line(self) -> str:
+        """The message without its further lines."""
+        return self.message.partition("\n")[0]
+
+    @property
     def hint(self) -> str | None:
         """What to try next, or None."""
         return self.hint_for(None)

@@ -182,11 +182,6 @@ def bytes_held(holdings: Holdings) -> list[int]:
     return totals
 
 
-def skew_of(totals: Sequence[int]) -> float | None:
-    """How many times the average the fullest holder has; None when nobody holds anything."""
-    return max(totals) * len(totals) / sum(totals) if sum(totals) else None
-
-
 class Moved(NamedTuple):
     """Who holds what after a reshard, and bytes that the old rank of the same number did not hold.
 

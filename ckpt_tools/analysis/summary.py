@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.analysis.infer_mesh import FoundMesh, Status, cut_of, infer
@@ -210,7 +210,7 @@ def _is_of_stateful_kind(group: Entry) -> bool:
 def resume_verdict(index: CheckpointIndex) -> Verdict:
     """Whether training can resume from this checkpoint, as far as its entries show."""
     if index.problems:
-        return _no(index.problems[0].message.partition("\n")[0])
+        return _no(index.problems[0].first_line)
     unread = [entry for entry in index.unread if entry.section in ("model", "optim")]
     held = {entry.section for entry in index.tensors} | {entry.section for entry in unread}
     if "model" not in held:
@@ -267,3 +267,8 @@ def file_loads(index: CheckpointIndex) -> list[_FileLoad]:
         for path in {**lengths, **chunks}
     ]
     return sorted(loads, key=lambda one: (one.rank is None, one.rank or 0, one.path))
+
+
+def skew_of(totals: Sequence[int]) -> float | None:
+    """How many times the average the fullest holder has; None when nobody holds anything."""
+    return max(totals) * len(totals) / sum(totals) if sum(totals) else None

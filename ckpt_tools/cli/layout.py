@@ -10,7 +10,7 @@ import click
 from ckpt_tools.analysis import ownership
 from ckpt_tools.analysis.infer_mesh import mesh_json
 from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved
-from ckpt_tools.analysis.summary import mesh_of
+from ckpt_tools.analysis.summary import mesh_of, skew_of
 from ckpt_tools.cli import choosing, entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import colors, fold, text
@@ -198,6 +198,6 @@ def _holdings_json(holdings: Holdings) -> dict[str, render.Json]:
         "mesh": mesh_json(mesh, holdings.status),
         "files": list(holdings.files),
         "bytes_held": totals,
-        "skew": ownership.skew_of(totals),
+        "skew": skew_of(totals),
         "tensors": as_json(holdings.tensors),
     }

@@ -165,5 +165,5 @@ def _shards(whole: CheckpointIndex) -> Iterator[str]:
     yield from render.indented(header, rows, align="lrrrrc")
     held = [load.nbytes for load in loads if load.nbytes]
     if len(held) > 1:
-        skew = max(held) * len(held) / sum(held)
-        yield f"  The fullest file holds {skew:.2f} times the average of {len(held):,} files."
+        skew = f"{summary.skew_of(held):.2f} times the average"
+        yield f"  The fullest file holds {skew} of {len(held):,} files."

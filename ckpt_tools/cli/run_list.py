@@ -42,7 +42,7 @@ def line_of(saved: Saved, options: ReadOptions) -> _Line:
     try:
         index = read_index(saved.path, options=options)
     except CkptError as error:
-        return _Line(saved.path, saved.step, problem=error.message.partition("\n")[0])
+        return _Line(saved.path, saved.step, problem=error.first_line)
     sums = summary.sections_of(index)
     states = [file.state.changed for file in index.files if file.state is not None]
     newest = max(states, default=0)
@@ -55,7 +55,7 @@ def line_of(saved: Saved, options: ReadOptions) -> _Line:
         nbytes=index.file_bytes,
         modified=newest / 10**9 if newest else None,
         whole=not index.problems,
-        problem=index.problems[0].message.partition("\n")[0] if index.problems else None,
+        problem=index.problems[0].first_line if index.problems else None,
     )
 
 

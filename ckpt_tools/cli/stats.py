@@ -126,7 +126,7 @@ def _steps(asked: _Asked) -> None:
             except CkptError as error:
                 failures.append(error)
                 empty = ("",) * len(GroupStats._fields)
-                yield (step, *empty, error.message.partition("\n")[0])
+                yield (step, *empty, error.first_line)
 
     render.emit_csv(_STEPS_HEADER, rows())
     if failures:

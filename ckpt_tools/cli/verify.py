@@ -169,8 +169,7 @@ def _each(ckpts: Sequence[str], asked: _Asked) -> None:
             worst = max(worst, error.exit_code)
             message, said = error.message, error_json(error)
             objects.append({"path": ckpt, "readable": False, "problem": message, "error": said})
-            problem = message.partition("\n")[0]
-            lines = [f"{ckpt}: UNREADABLE: {problem}"]
+            lines = [f"{ckpt}: UNREADABLE: {error.first_line}"]
         else:
             worst = max(worst, 0 if report.whole else 1)
             objects.append(as_json(report, None))
@@ -247,7 +246,7 @@ def line(path: str, report: VerifyReport) -> str:
     how = "" if report.reading is not None else ", by its headers"
     if report.whole:
         return f"{path}: complete{how}"
-    first = report.problems[0].message.partition("\n")[0]
+    first = report.problems[0].first_line
     more = f" (and {len(report.problems) - 1:,} more)" if len(report.problems) > 1 else ""
     return f"{path}: {report.verdict}{how}: {first}{more}"
 

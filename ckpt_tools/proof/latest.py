@@ -38,5 +38,5 @@ def problem_of(path: str, options: ReadOptions) -> str | None:
         with Files() as files:
             report = verify_quick(formats.read_index(path, options), files)
     except CkptError as error:
-        return error.message.partition("\n")[0]
-    return report.problems[0].message.partition("\n")[0] if report.problems else None
+        return error.first_line
+    return report.problems[0].first_line if report.problems else None

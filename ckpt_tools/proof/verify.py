@@ -76,7 +76,7 @@ class VerifyReport(Shown):
         """The verdict, and the first problems."""
         entries = f"{counted(self.tensors, 'tensor')}, {counted(self.objects, 'object')}"
         by = "by its headers" if self.reading is None else "every byte was read"
-        problems = [f"  {one.message.splitlines()[0]}" for one in self.problems]
+        problems = [f"  {one.first_line}" for one in self.problems]
         return "\n".join([f"{self.root}: {self.verdict}, {by}; {entries}", *first_of(problems, 12)])
 
     def to_dict(self) -> dict[str, Json]:

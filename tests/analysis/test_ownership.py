@@ -8,9 +8,8 @@ from ckpt_tools.analysis.ownership import (
     bytes_held,
     holdings_of,
     moved,
-    skew_of,
 )
-from ckpt_tools.analysis.summary import mesh_of
+from ckpt_tools.analysis.summary import mesh_of, skew_of
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ckpt_tools.analysis.ownership import HeldBox, HeldTensor, Holdings, Moved, bytes_held, skew_of
+from ckpt_tools.analysis.ownership import HeldBox, HeldTensor, Holdings, Moved, bytes_held
+from ckpt_tools.analysis.summary import skew_of
 from ckpt_tools.cli import render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures.fold import Row

@@ -25,7 +25,7 @@ from ckpt_tools.core.mesh_spec import FSDP2_NAMES, parse_mesh
 from ckpt_tools.core.names import NamePatterns
 from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.errors import UnreadableError, UsageError, in_python
-from ckpt_tools.formats import ReadOptions
+from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.proof import diff as _diff
 from ckpt_tools.proof import fingerprint as _fingerprint
 from ckpt_tools.proof import verify as _verify
@@ -43,11 +43,6 @@ if TYPE_CHECKING:
     from ckpt_tools.proof.stats import Statistics
     from ckpt_tools.transforms.frameworks import FrameworkLayout
 
-_READ = ReadOptions()
-_EXPORT = ExportOptions()
-_WRITE = WriteOptions()
-_DIFF = DiffOptions()
-
 
 class Opened(Protocol):
     """A checkpoint that is open, such as `Checkpoint`."""
@@ -60,7 +55,7 @@ Patterns = str | Iterable[str]
 Entries = TypeVar("Entries", bound=EntryOptions)
 
 
-def index_of(source: Source, options: ReadOptions = _READ) -> CheckpointIndex:
+def index_of(source: Source, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
     """The index of a path or of a checkpoint that is open. Raises what reading it raises."""
     if not isinstance(source, str | os.PathLike):
         return source if isinstance(source, CheckpointIndex) else source.index
@@ -71,7 +66,7 @@ def index_of(source: Source, options: ReadOptions = _READ) -> CheckpointIndex:
         if formats.run_of(path) and (steps := formats.steps_in(path)):
             way = "open_checkpoint(path, latest=True) opens the last step"
             way = f"{way}, step={steps[-1]} that one."
-            error.advice = "\n".join(filter(None, (error.advice, way)))
+            error.advise(way)
         raise
 
 
@@ -109,7 +104,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
     force: bool = False,
     check: bool = False,
     options: ExportOptions | None = None,
-    write: WriteOptions = _WRITE,
+    write: WriteOptions = WriteOptions(),
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> ExportPlan:
     """Write whole tensors to the folder or file ``out``, as safetensors or as one torch file.
@@ -125,7 +120,8 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
 
     path, index = os.fspath(out), index_of(source)
     if options is None:
-        options = replace(_EXPORT, format=format_of(path) or _EXPORT.format)
+        form = format_of(path)
+        options = ExportOptions() if form is None else ExportOptions(format=form)
     options = _chosen(options, dtype, only, include, exclude)
     if hf_assets is not None:
         from ckpt_tools.transforms.hf_folder import AssetsTransform, asset_config  # late: few have
@@ -175,7 +171,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     force: bool = False,
     check: bool = False,
     options: ReshardOptions | None = None,
-    write: WriteOptions = _WRITE,
+    write: WriteOptions = WriteOptions(),
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> ReshardPlan:
     """Write a checkpoint as the shards of another mesh to the folder ``out``.
@@ -216,7 +212,7 @@ def average(  # noqa: PLR0913 (what people set by its name)
     exclude: Patterns = (),
     force: bool = False,
     check: bool = False,
-    write: WriteOptions = _WRITE,
+    write: WriteOptions = WriteOptions(),
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> ExportPlan | ReshardPlan:
     """Write the average of the weights of checkpoints of one model, the oldest first, to ``out``.
@@ -284,7 +280,7 @@ def diff(
     a: Source,
     b: Source,
     *,
-    options: DiffOptions = _DIFF,
+    options: DiffOptions = DiffOptions(),
     threads: int | None = None,
 ) -> Diff:
     """What is different between two checkpoints of any formats and meshes, values included.
@@ -296,7 +292,7 @@ def diff(
 
 
 @in_python()
-def diff_headers(a: Source, b: Source, *, options: DiffOptions = _DIFF) -> Diff:
+def diff_headers(a: Source, b: Source, *, options: DiffOptions = DiffOptions()) -> Diff:
     """What is different in names, types and shapes; no values are read, so of the options those on
     names count.
     """

@@ -29,7 +29,7 @@ from ckpt_tools.core.records import Json
 from ckpt_tools.core.state_tree import nested
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, NoSuchEntry, UnsupportedError, UsageError, in_python
-from ckpt_tools.formats import ReadOptions
+from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.lazy_tensor import LazyTensor
 from ckpt_tools.proof.look import look
 from ckpt_tools.storage.reader import Files
@@ -37,7 +37,6 @@ from ckpt_tools.storage.reader import Files
 if TYPE_CHECKING:
     import torch
 
-_READ = ReadOptions()
 _MOST_NAMES = 10  # that are shown of all
 
 
@@ -55,7 +54,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     the same object: `diff` compares two checkpoints.
     """
 
-    def __init__(self, source: Source, *, options: ReadOptions = _READ) -> None:
+    def __init__(self, source: Source, *, options: ReadOptions = ReadOptions()) -> None:
         self.index = index_of(source, options)
 
     @property
@@ -307,7 +306,7 @@ def open_checkpoint(
     *,
     latest: bool = False,
     step: int | None = None,
-    options: ReadOptions = _READ,
+    options: ReadOptions = ReadOptions(),
 ) -> Checkpoint:
     """The checkpoint that ``path`` means: a file, a directory, or a glob of rank files.
 

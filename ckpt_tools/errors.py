@@ -142,6 +142,10 @@ class CkptError(Exception):
         """The error as --json prints it."""
         return {"kind": type(self).__name__, "message": self.message, "hint": self.hint}
 
+    def advise(self, text: str) -> None:
+        """Add a line to what to try next."""
+        self.advice = "\n".join(filter(None, (self.advice, text)))
+
     def speak_python(self) -> None:
         """Make the hint one for programs: ``force=True``, ``exclude``; instead of a path, paths.
 

@@ -137,7 +137,7 @@ def name_newest(error: CkptError) -> None:
     """Add the newest complete step to the hint of what is wrong with another one."""
     newest = newest_complete() if isinstance(error, (IncompleteError, UnreadableError)) else None
     if newest is not None:
-        error.advice = "\n".join(filter(None, (error.advice, newest)))
+        error.advise(newest)
 
 
 def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:

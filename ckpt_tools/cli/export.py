@@ -200,7 +200,7 @@ def command(asked: _Asked) -> None:
     asked = replace(asked, ckpt=asked.reading.find(asked.ckpt))
     given = (asked.folder.assets, asked.adapters.config, *asked.names.sources)
     copied = asked.folder.files_read(asked.ckpt)
-    write = asked.writing.beside(asked.ckpt, [*filter(None, given)], copied)
+    write = asked.writing.beside(asked.ckpt, given, copied)
     make = partial(_conversion, asked, form, write)
     writing, texts = asked.writing, options.texts(asked)
     plan = shaping.carried_out(make, out, write, writing, texts=texts)

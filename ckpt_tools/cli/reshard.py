@@ -150,8 +150,8 @@ def command(asked: _Asked) -> None:
     if asked.to_mesh is not None:
         words = f"{asked.to_mesh} = {described(asked.wanted.mesh, _placements(asked.wanted))}"
         say(words)
-    others = [*asked.names.sources, *filter(None, (asked.like, asked.param_names))]
-    write = asked.writing.beside(asked.ckpt, others)
+    given = (*asked.names.sources, asked.like, asked.param_names)
+    write = asked.writing.beside(asked.ckpt, given)
     if engine != "copy":
         write = replace(write, resume=False)
     refuse_check(asked.wanted, write)

@@ -122,11 +122,13 @@ class Writing:
         at_least=1,
     )
 
-    def beside(self, ckpt: str, others: Sequence[str], copied: Sequence[str] = ()) -> WriteOptions:
-        """How to write what is made of ``ckpt`` and of ``others``; files must stay as they are.
-
-        ``copied`` are files in folders among the others.
+    def beside(
+        self, ckpt: str, given: Iterable[str | None], copied: Sequence[str] = ()
+    ) -> WriteOptions:
+        """How to write what is made of ``ckpt`` and of others, if ``given``; files must stay as
+        they are. ``copied`` are files in folders among the others.
         """
+        others = [*filter(None, given)]
         states = paths.states_now([*copied, *filter(os.path.isfile, others)])
         watched = tuple(FileEntry(path, state.size, state) for path, state in states.items())
         return replace(self.options, sources=(ckpt, *others), watched=watched)

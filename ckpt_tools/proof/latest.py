@@ -6,15 +6,14 @@ from collections.abc import Callable
 
 from ckpt_tools import formats
 from ckpt_tools.errors import AnswerNo, CkptError
-from ckpt_tools.formats import ReadOptions, Saved
+from ckpt_tools.formats import Saved
+from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.proof.verify import verify_quick
 from ckpt_tools.storage.reader import Files
 
-_READ = ReadOptions()
-
 
 def latest_complete(
-    run: str, options: ReadOptions = _READ, *, on_skip: Callable[[str], None] | None = None
+    run: str, options: ReadOptions = ReadOptions(), *, on_skip: Callable[[str], None] | None = None
 ) -> Saved:
     """The newest complete checkpoint of a run; a lone checkpoint is itself, its step None.
 

@@ -49,12 +49,12 @@ def save(path: Path, tensors: Values) -> CheckpointIndex:
     return formats.read_index(str(path))
 
 
-def compared(a: CheckpointIndex, b: CheckpointIndex, options: DiffOptions = DiffOptions()) -> Diff:  # noqa: B008
+def compared(a: CheckpointIndex, b: CheckpointIndex, options: DiffOptions = DiffOptions()) -> Diff:
     with Files() as files:
         return diff(a, b, files, options=options)
 
 
-def between(tmp_path: Path, a: Values, b: Values, options: DiffOptions = DiffOptions()) -> Diff:  # noqa: B008
+def between(tmp_path: Path, a: Values, b: Values, options: DiffOptions = DiffOptions()) -> Diff:
     here = save(tmp_path / "a.safetensors", a)
     there = save(tmp_path / "b.safetensors", b)
     return compared(here, there, options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import combinations
 from typing import Literal, NamedTuple
@@ -117,8 +117,10 @@ class _Job(NamedTuple):
         return self.row.folder.format(step=1), [note]
 
 
-class _Folder(NamedTuple):
-    """The tree of a folder, its format, and the name of its rank files where it is not usual."""
+class _Part(NamedTuple):
+    """The tree and the format of a folder, or of a file if that is torch; and the name of its rank
+    files where it is not usual.
+    """
 
     tree: Branch[Entry]
     format: str
@@ -127,14 +129,12 @@ class _Folder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Arranged:
-    """A checkpoint as a framework wants it.
+    """A checkpoint as a framework wants it: its folders and files by their names.
 
-    ``beside`` are trees of which each is one torch.save file, ``files`` others that lie there.
-    ``notes`` say what was left out, for a person.
+    ``files`` are others that lie there, ``notes`` say what was left out, for a person.
     """
 
-    folders: Mapping[str, _Folder]
-    beside: Mapping[str, Branch[Entry]] = field(default_factory=dict)
+    parts: Mapping[str, _Part]
     files: Sequence[FilePlan] = ()
     notes: Sequence[str] = ()
 
@@ -218,7 +218,7 @@ def _together(*trees: Branch[Entry]) -> Branch[Entry]:
 def _plain(job: _Job) -> _Arranged:
     """What ``dcp.save({"model": …, "optim": …})`` of `get_state_dict` writes."""
     tree = job.tree(("model",), ("optim",), job.other)
-    return _Arranged({"": _Folder(tree, job.target.format)})
+    return _Arranged({"": _Part(tree, job.target.format)})
 
 
 def _accelerate(job: _Job) -> _Arranged:
@@ -232,24 +232,25 @@ def _accelerate(job: _Job) -> _Arranged:
     files = _copied(side)
     if job.target.format == "torch":
         whole = {"pytorch_model_fsdp.bin": job.model, "optimizer.bin": _in((), job.shaped())}
-        return _Arranged({}, whole, files, notes)
+        parts = {name: _Part(tree, "torch") for name, tree in whole.items()}
+        return _Arranged(parts, files, notes)
     optim = _in(("optimizer",), job.shaped())
-    folders = {"optimizer_0": _Folder(optim, "dcp")}
+    folders = {"optimizer_0": _Part(optim, "dcp")}
     if job.target.format == "ranks":
         notes.append(
             "Accelerate reads these files with LOCAL_STATE_DICT alone, and into FSDP2 only: on a "
             "mesh of the same dimension names."
         )
-        model = {"": _Folder(job.model, "ranks", "pytorch_model_fsdp_rank{rank}.bin")}
-        return _Arranged(model | folders, files=files, notes=notes)
+        model = {"": _Part(job.model, "ranks", "pytorch_model_fsdp_rank{rank}.bin")}
+        return _Arranged(model | folders, files, notes)
     if next(optim.leaves(), None) is not None:
         notes.append(
             "With FSDP1, Accelerate's loader of SHARDED_STATE_DICT leaves a new optimizer empty, "
             "also from its own shards. For FSDP1: ckpt-tools export CKPT -o OUT --layout "
             "accelerate, and state_dict_type FULL_STATE_DICT."
         )
-    model = {"pytorch_model_fsdp_0": _Folder(_in(("model",), job.model), "dcp")}
-    return _Arranged(model | folders, files=files, notes=notes)
+    model = {"pytorch_model_fsdp_0": _Part(_in(("model",), job.model), "dcp")}
+    return _Arranged(model | folders, files, notes)
 
 
 def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
@@ -302,7 +303,7 @@ def _titan(job: _Job) -> _Arranged:
     absent = ",".join(sorted(set(job.row.places or ()) - set(map(str, taken.parts()))))
     if absent:
         notes = [f"TorchTitan needs: --checkpoint.exclude_from_loading={absent}.", *notes]
-    return _Arranged({folder: _Folder(tree, "dcp")}, notes=notes)
+    return _Arranged({folder: _Part(tree, "dcp")}, notes=notes)
 
 
 def _verl(job: _Job) -> _Arranged:
@@ -326,7 +327,7 @@ def _verl(job: _Job) -> _Arranged:
     world_size = job.target.options.mesh.size
     config = f'{{\n    "FSDP_version": 2,\n    "world_size": {world_size}\n}}'
     return _Arranged(
-        {folder: _Folder(tree, "ranks", rank_name)},
+        {folder: _Part(tree, "ranks", rank_name)},
         files=[small_file(f"{folder}/fsdp_config.json", config.encode()), *files],
         notes=[*notes, *rest.left_out()],
     )
@@ -354,14 +355,14 @@ def _lightning(job: _Job, trainers: str = "") -> _Arranged:
     optim = _own(job.source, "optim", "optimizer")
     if trainers and not re.fullmatch(r"optimizer_\d+", optim):  # in its one file: optimizer_states
         optim = "optimizer_0"
-    folders = {"": _Folder(job.tree((model,), (optim,)), "dcp")}
+    folders = {"": _Part(job.tree((model,), (optim,)), "dcp")}
     meta = os.path.join(job.source.root, "meta.pt")
     if job.source.framework == "lightning" and os.path.isfile(meta):
         return _Arranged(folders, files=_copied({"meta.pt": meta}))
     plain = {entry.fqn for entry in job.source.objects if entry.opened}
     beside = job.other.filter(lambda entry: entry.fqn in plain)
     rest = job._replace(other=job.other.filter(lambda entry: entry.fqn not in plain))
-    return _Arranged(folders, {"meta.pt": beside}, notes=rest.left_out())
+    return _Arranged(folders | {"meta.pt": _Part(beside, "torch")}, notes=rest.left_out())
 
 
 def _own(index: CheckpointIndex, section: str, otherwise: str) -> str:
@@ -392,7 +393,7 @@ def _composer(job: _Job) -> _Arranged:
     notes = job.left_out()
     if taken.get("state") is None:
         notes.append("Composer's own state (timestamp, …) is missing: use load_weights_only=True.")
-    return _Arranged({folder: _Folder(tree, "dcp")}, notes=notes)
+    return _Arranged({folder: _Part(tree, "dcp")}, notes=notes)
 
 
 _ROWS: Mapping[FrameworkLayout, _Framework] = {
@@ -474,27 +475,24 @@ def plan(
     """
     row = row_of(layout)
     arranged = row.arrange(_job(index, target, row))
-    trees = (*(one.tree for one in arranged.folders.values()), *arranged.beside.values())
-    if not any(next(tree.leaves(), None) for tree in trees):
+    if not any(next(part.tree.leaves(), None) for part in arranged.parts.values()):
         raise AnswerNo(
             f"{index.root}: nothing that is chosen has a place in --layout {layout}.",
             hint="Leave --layout out to keep it unchanged.",
         )
     files, placed, last = LazyPlans(), list[Target](), index
-    for name, folder in arranged.folders.items():
-        moved = index.arranged(folder.tree)
-        if moved.entries:
-            here, last = _renamed(folder.tree, targets), moved
-            wanted = replace(target.options, tree=moved.nesting, rank_name=folder.rank_name)
-            form = formats.named(folder.format)
-            files += form.plan_files(here, moved.objects, options=wanted).inside(name)
-            placed += here
-    for name, tree in arranged.beside.items():
-        moved = index.arranged(tree)
-        if moved.entries:
+    for name, part in arranged.parts.items():
+        moved, form = index.arranged(part.tree), formats.named(part.format)
+        if not moved.entries:
+            continue
+        here = _renamed(part.tree, targets)
+        if part.format == "torch":
             wanted = formats.PlanOptions(tree=moved.tree, single_file=name)
-            torch, here = formats.named("torch"), _renamed(tree, targets)
-            files += torch.plan_files(here, moved.objects, options=wanted)
+            files += form.plan_files(here, moved.objects, options=wanted)
+        else:
+            wanted = replace(target.options, tree=moved.nesting, rank_name=part.rank_name)
+            files += form.plan_files(here, moved.objects, options=wanted).inside(name)
+            placed, last = [*placed, *here], moved
     files += LazyPlans.of(arranged.files)
     return LaidOut(files, (*placed,), last, (*arranged.notes,))
 

@@ -106,15 +106,15 @@ def average_of(
     form, whole = format_of(out), ExportOptions(include=names.include, exclude=names.exclude)
     whole = whole if form is None else replace(whole, format=form)
     exports = [export_of(one, out, write, whole) for one in indexes]
-    of_last: Conversion[ExportPlan | ReshardPlan] = exports[-1]
+    plan_last: Callable[[Locate], ExportPlan | ReshardPlan] = exports[-1].plan
     if mesh is not None:
         if form is not None:
             raise UsageError(f"--to-mesh writes a folder, and {out} is the name of a file.")
         shards = ReshardOptions(mesh, only="model", include=names.include, exclude=names.exclude)
-        of_last = reshard_of(last, out, write, shards)
+        plan_last = reshard_of(last, out, write, shards).plan
 
     def planned(_: Locate) -> ExportPlan | ReshardPlan:
-        return _plan(exports, of_last.plan(formats.locate), weighting, write)
+        return _plan(exports, plan_last(formats.locate), weighting, write)
 
     return Conversion(last, out, write, planned, (*others,))
 

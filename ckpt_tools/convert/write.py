@@ -143,7 +143,6 @@ class EntryOptions(Filters):
 
 
 P = TypeVar("P", bound=Plan)
-P_co = TypeVar("P_co", bound=Plan, covariant=True)
 # Reads the index of a path, on each rank of a job in its own way.
 Read = Callable[[str, ReadOptions], CheckpointIndex]
 # Gives an index as a plan needs it: with all chunks located, or to be located when they are read.
@@ -151,7 +150,7 @@ Locate = Callable[[CheckpointIndex, Files], CheckpointIndex]
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion(Generic[P_co]):
+class Conversion(Generic[P]):
     """What is to be made of a checkpoint, and where.
 
     ``plan`` plans it from headers alone; it writes nothing, and raises what cannot be done.
@@ -161,7 +160,7 @@ class Conversion(Generic[P_co]):
     index: CheckpointIndex
     out: str
     write: WriteOptions
-    plan: Callable[[Locate], P_co]
+    plan: Callable[[Locate], P]
     others: tuple[CheckpointIndex, ...] = ()
 
     @property

@@ -155,9 +155,6 @@ def _is_beside(entry: ObjectEntry) -> bool:
 def _empty(target: Target, mesh: DeviceMesh, device_type: str, *, rank: int) -> torch.Tensor:
     """An empty tensor in its new placement: a DTensor, or a plain one where all ranks hold all."""
     import torch
-    from torch.distributed.tensor import DTensor
-
-    from ckpt_tools.core.geometry import row_major_strides
 
     shape, layout = target.entry.shape, target.layout
     dtype = devices.torch_dtype(target.dtype.name)
@@ -169,14 +166,8 @@ def _empty(target: Target, mesh: DeviceMesh, device_type: str, *, rank: int) -> 
             hint=_COPY_DOES_IT,
         )
     sizes = devices.check_box(layout, shape, mesh, fqn=target.fqn, rank=rank)
-    return DTensor.from_local(
-        torch.empty(sizes, dtype=dtype, device=device_type),
-        mesh,
-        devices.placements_of(layout),
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=row_major_strides(shape),
-    )
+    local = torch.empty(sizes, dtype=dtype, device=device_type)
+    return devices.dtensor(local, layout, mesh, shape=shape)
 
 
 def _require_saved(plan: Plan, folder: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.layout import Layout, Mesh, Replicate
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import PeerFailedError, UnsupportedError, UsageError
@@ -14,6 +15,7 @@ from ckpt_tools.errors import PeerFailedError, UnsupportedError, UsageError
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
 
@@ -114,6 +116,24 @@ def placements_of(layout: Layout) -> list[Placement]:
         else:
             placements.append(_StridedShard(placement.dim, split_factor=factor))
     return placements
+
+
+def dtensor(
+    local: torch.Tensor, layout: Layout, mesh: DeviceMesh, *, shape: tuple[int, ...]
+) -> DTensor:
+    """A tensor of this shape of which this rank holds ``local``."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    made: DTensor = DTensor.from_local(
+        local,
+        mesh,
+        placements_of(layout),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=row_major_strides(shape),
+    )
+    return made
 
 
 def check_box(

@@ -16,7 +16,7 @@ from ckpt_tools import formats
 from ckpt_tools.copying.read import stream_box
 from ckpt_tools.core.coverage import replicas_differ
 from ckpt_tools.core.crc import KnownCrcs, crc32
-from ckpt_tools.core.geometry import Box, row_major_strides
+from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, on_mesh
 from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem
@@ -139,21 +139,13 @@ class Gathering:
         that strided shards are even.
         """
         import torch
-        from torch.distributed.tensor import DTensor
 
         size = entry.dtype.itemsize
         local = torch.empty((*box.sizes, size), dtype=torch.uint8)
         if shard:
             local = torch.frombuffer(shard, dtype=torch.uint8).view(*box.sizes, size)
-        shape = (*entry.shape, size)
-        tensor = DTensor.from_local(
-            local.to(self.device_type),
-            self._mesh_of(layout.mesh),
-            devices.placements_of(layout),
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=row_major_strides(shape),
-        )
+        mesh, shape = self._mesh_of(layout.mesh), (*entry.shape, size)
+        tensor = devices.dtensor(local.to(self.device_type), layout, mesh, shape=shape)
         try:
             whole: torch.Tensor = tensor.full_tensor()
         except AssertionError as error:

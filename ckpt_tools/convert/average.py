@@ -113,7 +113,7 @@ def average_of(
         shards = ReshardOptions(mesh, only="model", include=names.include, exclude=names.exclude)
         plan_last = reshard_of(last, out, write, shards).plan
 
-    def planned(_: Locate) -> ExportPlan | ReshardPlan:
+    def planned(_: Locate) -> ExportPlan | ReshardPlan:  # all are located here
         return _plan(exports, plan_last(formats.locate), weighting, write)
 
     return Conversion(last, out, write, planned, (*others,))

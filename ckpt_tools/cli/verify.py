@@ -34,7 +34,7 @@ from ckpt_tools.proof.verify import (
     verify_quick,
 )
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.rank_states import LeftOut, without_left_out
+from ckpt_tools.transforms.rank_states import RankStates, without_left_out
 
 _HELP = """Check that a checkpoint is complete; say what is damaged, and what is still complete.
 
@@ -138,7 +138,7 @@ class _Against(NamedTuple):
 
     path: str
     compared: Comparison | None = None
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[RankStates, ...] = ()
 
     @property
     def same(self) -> bool:

@@ -21,7 +21,6 @@ from ckpt_tools.errors import CkptError, PeerFailedError
 _INTERVAL = 1.0
 _RANKS_A_SECOND = 2000  # requests that one store answers beside its other work
 _SECOND_LOOK = 5.0
-_NAMED = 8
 
 
 class Store(Protocol):

@@ -23,6 +23,7 @@ from ckpt_tools import formats
 from ckpt_tools.core import names
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.records import Json
 from ckpt_tools.core.state_tree import Path
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import AnswerNo
@@ -79,12 +80,31 @@ EVERY_RANK = TargetRanks(0, 0)
 
 
 @dataclass(slots=True)
-class _States:
-    """States that go or stay together: where they are, and of how many ranks they are."""
+class RankStates:
+    """States that go or stay together, by the name that people use for them: where they are, and of
+    how many ranks they are.
+    """
 
-    whose: _Whose
-    ranks: int | None
+    name: str
+    of: _Whose
+    ranks: int | None = None
     places: set[Path] = field(default_factory=set)
+
+    @property
+    def count(self) -> str:
+        """``4 ranks``, in words."""
+        if self.ranks is None:
+            return f"an unknown number of {self.of}"
+        return counted(self.ranks, self.of[:-1])
+
+    def __str__(self) -> str:
+        """For a person: ``random states of 4 ranks``."""
+        what = "random states" if _RANDOM.fullmatch(self.name.rpartition(".")[2]) else self.name
+        return f"{what} of {self.count}"
+
+    def to_dict(self) -> dict[str, Json]:
+        """What `verify --json` prints of them."""
+        return {"name": self.name, "of": self.of, "ranks": self.ranks}
 
 
 class _Mark(NamedTuple):
@@ -107,9 +127,7 @@ def without_old_ranks(
     if not gone:
         return index, []
     kept = _without(index, gone)
-    shown = ", ".join(
-        f"{name} ({_count(states.whose, states.ranks)})" for name, states in gone.items()
-    )
+    shown = ", ".join(f"{name} ({states.count})" for name, states in gone.items())
     has_place = [name for name in gone if places is None or name.partition(".")[0] in places]
     what = "them" if len(has_place) == len(gone) else ", ".join(has_place)
     way = f"--keep-rank-states keeps {what}." if has_place else ""
@@ -121,22 +139,9 @@ def without_old_ranks(
     return kept, [f"Left out, state of the old ranks: {shown}. {way}".rstrip()]
 
 
-class LeftOut(NamedTuple):
-    """States of old ranks that an output does not have, by the name that people use for them."""
-
-    name: str
-    of: _Whose
-    ranks: int | None
-
-    def __str__(self) -> str:
-        """For a person: ``random states of 4 ranks``."""
-        what = "random states" if _RANDOM.fullmatch(self.name.rpartition(".")[2]) else self.name
-        return f"{what} of {_count(self.of, self.ranks)}"
-
-
 def without_left_out(
     source: CheckpointIndex, output: CheckpointIndex, files: Files
-) -> tuple[CheckpointIndex, CheckpointIndex, tuple[LeftOut, ...]]:
+) -> tuple[CheckpointIndex, CheckpointIndex, tuple[RankStates, ...]]:
     """Take out of the source what `without_old_ranks` leaves out for the ranks of the output.
 
     Returns the source without it, the output, and what was taken out.
@@ -149,21 +154,20 @@ def without_left_out(
     gone = {name: states for name, states in unfit if name not in kept}
     there = [entry for entry in output.objects if entry.fqn in gone]
     empty = {e.fqn for e in there if formats.open_object(output, e, files).value == []}
-    left_out = tuple(LeftOut(name, states.whose, states.ranks) for name, states in gone.items())
     full = {entry.fqn for entry in output.entries} - empty
-    return _without(source, gone), output.select(full), left_out
+    return _without(source, gone), output.select(full), (*gone.values(),)
 
 
-def _unfit(index: CheckpointIndex, target: TargetRanks) -> dict[str, _States]:
+def _unfit(index: CheckpointIndex, target: TargetRanks) -> dict[str, RankStates]:
     """The states that the target's ranks cannot load, by name."""
     return {
         name: states
         for name, states in sorted(_states(index).items())
-        if not target.fit(states.whose, states.ranks)
+        if not target.fit(states.of, states.ranks)
     }
 
 
-def _without(index: CheckpointIndex, gone: Mapping[str, _States]) -> CheckpointIndex:
+def _without(index: CheckpointIndex, gone: Mapping[str, RankStates]) -> CheckpointIndex:
     """The index without these states."""
     held = {place for states in gone.values() for place in states.places}
     kept = {
@@ -175,21 +179,16 @@ def _without(index: CheckpointIndex, gone: Mapping[str, _States]) -> CheckpointI
     return index.select(kept | set(index.lost))
 
 
-def _count(whose: _Whose, ranks: int | None) -> str:
-    """``4 ranks``, in words."""
-    return f"an unknown number of {whose}" if ranks is None else counted(ranks, whose[:-1])
-
-
-def _states(index: CheckpointIndex) -> dict[str, _States]:
-    """All states of ranks, by the names that people use for them."""
-    by_name: dict[str, _States] = {}
+def _states(index: CheckpointIndex) -> dict[str, RankStates]:
+    """All states of ranks, by their names."""
+    by_name: dict[str, RankStates] = {}
     for entry in index.entries:
         path = _parts_of(entry.path)
         mark = _mark_of(path)
         if mark is None or not (entry.section == "other" or _own_depth(path, mark)):
             continue
         name, place = _place_of(path, mark)
-        states = by_name.setdefault(name, _States(mark.whose, None))
+        states = by_name.setdefault(name, RankStates(name, mark.whose))
         states.places.add(place)
         count = index.world_size if mark.rank is None else mark.rank + 1
         states.ranks = max(states.ranks or 0, count or 0) or None

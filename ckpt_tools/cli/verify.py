@@ -174,8 +174,8 @@ def _each(ckpts: Sequence[str], asked: _Asked) -> None:
             worst = max(worst, 0 if report.whole else 1)
             objects.append(as_json(report, None))
             lost = first_of(_all_lost(report), _FEW)
-            said = [line(ckpt, report), *(f"  lost  {one}" for one in lost)]
-            lines = said + [f"  rescue  {command}" for _, command in _rescue(report)]
+            lines = [line(ckpt, report), *(f"  lost  {one}" for one in lost)]
+            lines += [f"  rescue  {command}" for _, command in _rescue(report)]
         if not asked.json:
             render.emit(lines)
     if asked.json:

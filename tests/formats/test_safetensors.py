@@ -232,9 +232,9 @@ def test_scalars_and_empty_tensors_are_read(tmp_path: Path) -> None:
 
 def test_a_header_in_the_middle_of_a_file_counts_bytes_from_its_start(tmp_path: Path) -> None:
     inner = write(tmp_path / "x.safetensors", {"a": tensor([2], 0)}).read_bytes()
-    (tmp_path / "y.distcp").write_bytes(b"before" + inner)
+    (tmp_path / "y.distcp").write_bytes(b"before" + inner + b"behind")
     with Files() as files:
-        header = read_header(files, str(tmp_path / "y.distcp"), offset=6)
+        header = read_header(files, str(tmp_path / "y.distcp"), offset=6, length=len(inner))
     assert header.tensors["a"].data[1:] == (6 + len(inner) - 8, 8)
 
 

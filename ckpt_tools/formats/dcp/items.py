@@ -4,7 +4,7 @@
 says of itself against what `.metadata` says of it. torch 2.13 itself writes directories in which
 the two disagree (FSDP2 over a tensor-parallel dimension that does not divide).
 
-Items of one shape and type are equal but for their elements and checksums (`zip.read`), so that
+Items of one shape and type are equal but for their elements and checksums (`zip.frames`), so that
 only the first is parsed, and others are recognised by their bytes (`Templates`).
 """
 
@@ -37,7 +37,7 @@ from ckpt_tools.formats.protocol import Checksummed, ChecksumPart, is_there, len
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved, strides_of
 from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
-from ckpt_tools.formats.zip.read import MAX_FRAME, KnownArchives
+from ckpt_tools.formats.zip.frames import MAX_FRAME, KnownArchives
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
 

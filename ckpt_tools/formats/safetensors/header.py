@@ -51,16 +51,19 @@ class Header:
     end: int
 
 
-def read_header(files: Files, path: str, *, offset: int = 0) -> Header:
-    """The header of the safetensors data from byte ``offset`` of a file to its end. Byte ranges
-    count from the start of the file.
+def read_header(files: Files, path: str, *, offset: int = 0, length: int | None = None) -> Header:
+    """The header of the safetensors data in bytes ``offset`` to ``offset + length`` of a file.
+
+    Without ``length`` the data reaches to the end of the file. Byte ranges count from the start of
+    the file.
 
     Raises UnreadableError when the header is not sound or the data is shorter or longer than it
     says, UnsupportedError when it names an element type that is not known here.
     """
-    end = files.size(path)
-    header = parse_header(files, path, offset=offset, length=end - offset)
-    problem = length_problem(header, path, end=end)
+    if length is None:
+        length = files.size(path) - offset
+    header = parse_header(files, path, offset=offset, length=length)
+    problem = length_problem(header, path, end=offset + length)
     if problem is not None:
         raise problem
     return header

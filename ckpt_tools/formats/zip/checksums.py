@@ -18,7 +18,8 @@ from ckpt_tools.formats.protocol import (
     plain_parts,
     ready,
 )
-from ckpt_tools.formats.zip.read import Archive, Frame, KnownArchives, read_archive
+from ckpt_tools.formats.zip.frames import Frame, KnownArchives
+from ckpt_tools.formats.zip.read import Archive, read_archive
 from ckpt_tools.storage.reader import Files, Window
 
 _PART_BYTES = PART_BYTES

@@ -6,18 +6,6 @@ asked for. It knows nothing of what a record holds, and it never inflates one.
 The layout is PKWARE's APPNOTE 6.3. What torch makes of it: records lie under one top folder, sizes
 and CRCs stand only in the central directory, and a CRC of 0 says that none was computed.
 
-torch saves every item of DCP as an archive of its own, and those of one shape and type are equal
-byte for byte outside of a few places, so that only the first is parsed (`KnownArchives`). An item
-of torch 2.13 with four float32 in 1,577 bytes:
-
-    0 to 704      head: equal in all (headers, the pickle, …)
-    704 to 720    the elements, which are not compared
-    720 to 1577   tail: equal but for bytes 724 to 728 and 1298 to 1302, the sum of the elements;
-                  960 to 1000, a random number, and its sum at 1004 to 1008 and 1419 to 1423
-
-Another item of 1,577 bytes with the same head and the same rest of the tail is four float32 in its
-bytes 704 to 720: its archive need not be opened.
-
 The library's `zipfile` was tried in its place: around it stand the same checks (it keeps no count
 of records, reads past bytes behind the end, and does not say where a CRC lies), 25 lines fewer in
 all. An item of DCP (7 records) took 31 µs, here 15; a directory of 20,000 records 63 ms, here 38.
@@ -25,24 +13,16 @@ all. An item of DCP (7 records) took 31 µs, here 15; a directory of 20,000 reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from struct import Struct
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple
 
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.foreign import HEAD, not_a, sniff
 
-T = TypeVar("T")
 ReadBytes = Callable[[int, int], bytes]
-# Given a place in an archive and a number of bytes: a block with these bytes, and where.
-Block: TypeAlias = Callable[[int, int], tuple[bytes | bytearray, int]]
 
-# What an archive may have before and after its elements; torch writes less than 2 KiB of each.
-MAX_FRAME = 4096
-# A random number that torch gives every archive.
-_SERIAL = ".data/serialization_id"
-_MOST_OF_ONE_LENGTH = 16
 # A DCP item of a few KB then costs one read, and of a larger one the end record and most central
 # directories come with the first.
 _WINDOW = 64 * 1024
@@ -73,7 +53,7 @@ class Record(NamedTuple):
     crc: int | None
 
 
-class _Varying(NamedTuple):
+class VaryingRecord(NamedTuple):
     """A record's content from ``start`` to ``end``, and where its CRC-32 stands: first in the
     directory, then, in archives of torch, behind the content. All are relative to the archive.
     """
@@ -82,26 +62,6 @@ class _Varying(NamedTuple):
     start: int
     end: int
     sums: tuple[int, ...]
-
-
-class Frame(NamedTuple):
-    """The bytes before the record ``varying[0]``, and those after it, which begin at ``tail_at``.
-
-    ``parts`` are what is equal of the tail, with their places in it. ``varying`` are the records
-    that differ; all places are relative to the archive.
-    """
-
-    head: bytes
-    tail_at: int
-    parts: tuple[tuple[int, bytes], ...]
-    varying: tuple[_Varying, ...]
-
-    def ends(self, block: bytes | bytearray, at: int) -> bool:
-        """Whether this is the tail of such an archive."""
-        for start, data in self.parts:  # noqa: SIM110 (a generator takes twice as long)
-            if not block.startswith(data, at + start):
-                return False
-        return True
 
 
 class _DirectoryEntry(NamedTuple):
@@ -164,40 +124,23 @@ class Archive:
         """Length of the archive in bytes."""
         return self._bytes.length
 
-    def frame(self, name: str) -> Frame | None:
-        """What stands around a record; None when it is much, or damaged, or not as torch writes
-        it.
-        """
-        try:
-            varying = [self._varying(one) for one in (name, _SERIAL) if one in self._entries]
-            start, tail_at = varying[0].start, varying[0].end
-            if max(start, self.length - tail_at) > MAX_FRAME:
-                return None
-            head = self._bytes.take(0, start)
-            tail = self._bytes.take(tail_at, self.length - tail_at)
-        except UnreadableError:
-            return (
-                None  # damaged where nothing is read from: good for itself, no example for others
-            )
-        holes = [(one.start, one.end) for one in varying[1:]]
-        holes += [(at, at + 4) for one in varying for at in one.sums]
-        if min(holes)[0] < tail_at:
-            return None  # its sums stand before the elements, which torch does not do
-        parts, begin = [], 0
-        for start, end in sorted(holes):
-            parts.append((begin, tail[begin : start - tail_at]))
-            begin = end - tail_at
-        parts.append((begin, tail[begin:]))
-        return Frame(head, tail_at, tuple(parts), tuple(varying))
+    def taken(self, start: int, end: int) -> bytes:
+        """The bytes from ``start`` to ``end`` of the archive."""
+        return self._bytes.take(start, end - start)
 
-    def _varying(self, name: str) -> _Varying:
-        """Where archives differ that are equal but for the contents of this record."""
-        record, entry = self.record(name), self._entries[name]
-        end = record.offset - self._bytes.offset + record.length
-        sums = [entry.crc_at]
-        if end + 8 <= self._end and self._bytes.take(end, 4) == b"PK\x07\x08":
-            sums.append(end + 4)
-        return _Varying(name, end - record.length, end, tuple(sums))
+    def varying(self, names: Iterable[str]) -> list[VaryingRecord]:
+        """Where archives differ that are equal but for the contents of these records, as far as
+        they are there. Raises UnreadableError as `record` does.
+        """
+        found = []
+        for name in filter(self._entries.__contains__, names):
+            record, entry = self.record(name), self._entries[name]
+            end = record.offset - self._bytes.offset + record.length
+            sums = [entry.crc_at]
+            if end + 8 <= self._end and self._bytes.take(end, 4) == b"PK\x07\x08":
+                sums.append(end + 4)
+            found.append(VaryingRecord(name, end - record.length, end, tuple(sums)))
+        return found
 
     def read(self, name: str) -> bytes:
         """The bytes of a small record, checked against its CRC. At most 1 GiB.
@@ -235,37 +178,6 @@ class Archive:
                 f"{self.where}: record {name!r} is damaged: its CRC-32 is {crc:08x}, "
                 f"the archive says {record.crc:08x}."
             )
-
-
-class KnownArchives(Generic[T]):
-    """Archives that were read, with what was learned of each: one like them need not be parsed.
-
-    To parse one takes longer than a MiB of it, and the interpreter's lock all the while.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, list[tuple[Frame, T]]] = {}
-
-    def find(self, length: int, block: Block) -> tuple[Frame, T] | None:
-        """The known archive that is like one of this length; its bytes are compared."""
-        for frame, learned in self._known.get(length, ()):
-            data, at = block(0, len(frame.head))
-            if data.startswith(frame.head, at):
-                data, at = block(frame.tail_at, length - frame.tail_at)
-                if frame.ends(data, at):
-                    return frame, learned
-        return None
-
-    def has_room(self, length: int) -> bool:
-        """Whether one more archive of this length may be learned."""
-        return len(self._known.get(length, ())) < _MOST_OF_ONE_LENGTH
-
-    def learn(self, archive: Archive, name: str, learned: T) -> None:
-        """Remember an archive by all but this record, when little stands around that."""
-        if self.has_room(archive.length):
-            frame = archive.frame(name)
-            if frame is not None:
-                self._known.setdefault(archive.length, []).append((frame, learned))
 
 
 def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Archive:

@@ -307,6 +307,7 @@ def _equals() -> Callable[[memoryview, memoryview], bool]:
     import ctypes  # late: few compare, and it loads a library
 
     memcmp = ctypes.CDLL(None).memcmp
+    memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
     place, first = ctypes.byref, ctypes.c_char.from_buffer
     return lambda one, other: memcmp(place(first(one)), place(first(other)), len(one)) == 0
 

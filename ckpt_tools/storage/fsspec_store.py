@@ -7,6 +7,8 @@ that was asked for, or of a file that was replaced meanwhile, is an UnreadableEr
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -78,13 +80,27 @@ def uses_obstore(address: str) -> bool:
         return is_web(address)
     from importlib.util import find_spec  # late, as all that addresses need
 
-    if find_spec("obstore") is None:
-        return False
-    with suppress(ImportError):
-        from fsspec.config import conf  # of files and of variables FSSPEC_…
+    return find_spec("obstore") is not None and not _settings(scheme)
 
-        return not conf.get(scheme)
-    return True
+
+@cache
+def _has_settings() -> bool:
+    folder = os.path.expanduser("~/.config/fsspec")
+    return os.path.isdir(folder) or any(name.startswith("FSSPEC_") for name in os.environ)
+
+
+def _settings(scheme: str) -> Mapping[str, object]:
+    """What fsspec is configured with for a scheme, in files and in variables FSSPEC_….
+
+    Without any of them it is not imported, which takes 60 ms.
+    """
+    if "fsspec" in sys.modules or _has_settings():
+        with suppress(ImportError):
+            from fsspec.config import conf
+
+            found: Mapping[str, object] = conf.get(scheme, {})
+            return found
+    return {}
 
 
 @lru_cache(maxsize=1024)
@@ -95,7 +111,9 @@ def _protocol(address: str) -> FileSystem:
         if uses_obstore(address):
             from ckpt_tools.storage import object_store  # late: only who gives an address pays
 
-            return object_store.Site(address) if is_web(address) else object_store.Bucket(address)
+            if not is_web(address):
+                return object_store.Bucket(address)
+            return object_store.Site(address, _settings(address.partition("://")[0]))
         from fsspec import core
     except ImportError as error:
         raise UsageError(
@@ -184,10 +202,14 @@ def _facts_of(address: str) -> Facts:
 
 
 def _ask_facts(address: str) -> Facts:
+    knows_files_alone = not is_web(address) and uses_obstore(address)
+    # What is named like a folder is listed at the same time.
+    ahead = knows_files_alone and "." not in _tail(address)
+    listed = pool().submit(listing, address) if ahead else None
     try:
         return _facts(_asked(address, lambda system: system.info(address)))
     except FileNotFoundError:
-        if not is_web(address) and uses_obstore(address) and listing(address):  # it knows files
+        if knows_files_alone and (listing(address) if listed is None else listed.result()):
             return Facts(_tail(address), 0, is_dir=True)
         raise
 

@@ -149,8 +149,8 @@ class Site(Bucket):
     is sent with each request.
     """
 
-    def __init__(self, root: str) -> None:
-        super().__init__(root, _opened_site(root))
+    def __init__(self, root: str, settings: Mapping[str, object]) -> None:
+        super().__init__(root, _opened_site(root, settings))
 
     def info(self, path: str) -> Mapping[str, object]:
         """Facts of a file; a page is in the place of a folder. Raises OSError."""
@@ -256,16 +256,18 @@ def _opened(root: str) -> ObjectStore:
         raise UsageError(f"{root} cannot be opened: {_words(error)}.", hint=_CREDENTIALS) from error
 
 
-def _opened_site(root: str) -> ObjectStore:
-    """The store of a folder of a web server, with the user's own headers. Raises UsageError."""
+def _opened_site(root: str, settings: Mapping[str, object]) -> ObjectStore:
+    """The store of a folder of a web server, with the headers that fsspec is configured with.
+
+    Raises UsageError.
+    """
     from obstore.store import HTTPStore
 
     client = _client(root)
     headers = dict[str, str]()
-    with suppress(ImportError):
-        from fsspec.config import conf
-
-        headers |= conf.get(root.partition(":")[0], {}).get("client_kwargs", {}).get("headers", {})
+    client_settings = settings.get("client_kwargs")
+    if isinstance(client_settings, dict):
+        headers |= client_settings.get("headers", {})
     parts = urlsplit(root)
     if parts.username is not None:
         login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Barrier, Thread, Timer
 from typing import ClassVar
 
 import pytest
@@ -231,6 +233,39 @@ def test_fsspecs_own_configuration_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert not fsspec_store.uses_obstore("hf://org/model")
     monkeypatch.setitem(pytest.importorskip("fsspec.config").conf, "s3", {"anon": True})
     assert not fsspec_store.uses_obstore("s3://b/x")
+
+
+def test_fsspec_is_not_imported_where_it_is_not_configured(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ckpt_tools.storage.fsspec_store import uses_obstore; "
+        "print(uses_obstore('s3://b/x'), 'fsspec' in sys.modules)"
+    )
+    environ = {**os.environ, "HOME": str(tmp_path)}
+    ours = {name: value for name, value in environ.items() if not name.startswith("FSSPEC_")}
+    for more, said in (({}, "True False\n"), ({"FSSPEC_S3_ANON": "true"}, "False True\n")):
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, env=ours | more, check=True, capture_output=True, text=True)
+        assert done.stdout == said
+
+
+def test_a_folder_is_listed_while_it_is_asked_whether_it_is_a_file(
+    store: type[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Barrier(2, timeout=5)
+
+    def head(self: Store) -> None:
+        both.wait()
+        self._head(404, 0)
+
+    def listed(self: Store) -> None:
+        both.wait()
+        found = b"<ListBucketResult><CommonPrefixes><Prefix>run/a/</Prefix></CommonPrefixes>"
+        self._head(200, len(found) + 19)
+        self.wfile.write(found + b"</ListBucketResult>")
+
+    monkeypatch.setattr(store, "do_HEAD", head)
+    monkeypatch.setattr(store, "do_GET", listed)
+    assert paths.is_dir("s3://b/run")
 
 
 def test_a_store_that_is_gone_is_said_by_a_command(

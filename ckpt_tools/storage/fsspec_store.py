@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # What obstore reads, unless fsspec is configured for it.
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
-AT_ONCE = 32  # requests of this process
+AT_ONCE = 64  # requests of this process
 # A web server lists no folder: it is asked for these, which name the other files.
 _INDEX_FILES = (".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 # A web server is asked for the same facts by every reader that looks at a folder: an answer holds

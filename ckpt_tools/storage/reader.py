@@ -23,6 +23,7 @@ from ckpt_tools.storage import fsspec_store, paths
 _MAX_OPEN = 128
 _LEAST_OPEN = 8
 _BLOCK = 1 << 20
+_AHEAD = 8  # blocks of a window that one request of a store asks for, where they follow
 _REQUEST = 8 << 20  # bytes of a store: more are several requests, which are answered side by side
 
 Unpack = Callable[[Iterator[bytes], Callable[[bytes], object], str], None]
@@ -172,9 +173,10 @@ class Files:
         file. Raises UnreadableError.
         """
         self._own.between = self._between  # for this thread they stay until then
-        wanted = [one for one in ranges if paths.is_address(one[0]) and self._held(*one) is None]
-        if not wanted:
+        wanted = [one for one in ranges if paths.is_address(one[0])]
+        if all(self._held(*one) is not None for one in wanted):
             return
+        wanted = [one for one in wanted if self._between.find(*one) is None]
         most = max(4 * self.sizes.slab if most is None else most, 2 * _nbytes(wanted))
         gap = self.sizes.fetched_gap
         joined = _joined(wanted, gap=gap)
@@ -195,6 +197,10 @@ class Files:
         between: _Fetched = getattr(self._own, "between", _NOTHING)
         found = fetched.find(address, offset, length)
         return between.find(address, offset, length) if found is None else found
+
+    def has(self, path: str, offset: int, length: int) -> bool:
+        """Whether these bytes cost no request: they are here, or were fetched."""
+        return not paths.is_address(path) or self._held(path, offset, length) is not None
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a byte buffer from this place of the file on.
@@ -335,7 +341,7 @@ class Window:
             self._path, self._block = "", bytearray(length)
             self._view = memoryview(self._block)
         if path != self._path or offset < self._start or offset + length > self._end:
-            self._fill(path, offset, length, max(length, min(until - offset, self.nbytes)))
+            self._fill(path, offset, length, until)
         return self._block, offset - self._start
 
     def views(self, path: str, offset: int, length: int) -> Iterator[memoryview]:
@@ -347,7 +353,11 @@ class Window:
             offset, length = offset + len(piece), length - len(piece)
         if length:
             self._path = ""
-            yield from self._files.views(path, offset, length, self._view[: self.nbytes])
+            most = _AHEAD * self.nbytes if paths.is_address(path) else length
+            for start in range(offset, offset + length, most):
+                wanted = min(most, offset + length - start)
+                self._files.fetch([(path, start, wanted)])
+                yield from self._files.views(path, start, wanted, self._view[: self.nbytes])
 
     def read(self, path: str, offset: int, length: int, *, until: int) -> bytes:
         """These bytes of the file, as `block` finds them."""
@@ -356,9 +366,11 @@ class Window:
         _, at = self.block(path, offset, length, until=until)
         return bytes(self._view[at : at + length])
 
-    def _fill(self, path: str, offset: int, length: int, wanted: int) -> None:
-        self._path = ""
+    def _fill(self, path: str, offset: int, length: int, until: int) -> None:
+        self._path, wanted = "", max(length, min(until - offset, self.nbytes))
         try:
+            if not self._files.has(path, offset, wanted):
+                self._files.fetch([(path, offset, min(until - offset, _AHEAD * self.nbytes))])
             found = self._files.read_some(path, offset, self._view[:wanted], least=length)
         except CheckpointError:
             if wanted == length:

@@ -15,15 +15,16 @@ from datetime import timedelta
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread
 from typing import ClassVar, NamedTuple
 
 import pytest
+import torch
 from running import run
 
 from ckpt_tools.errors import IncompleteError, OutputExistsError, UnreadableError, UsageError
 from ckpt_tools.formats import read_index
-from ckpt_tools.storage import fsspec_store, object_store, paths, upload
+from ckpt_tools.storage import fsspec_store, object_store, paths, reader, upload
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.storage.waiting import WAITING
 
@@ -94,6 +95,29 @@ def test_a_parent_with_one_checkpoint_inside_is_found(put) -> None:  # noqa: ANN
     there = put(REAL / KINDS[0], "run/step-10")
     done = run("inspect", there.removesuffix("/step-10"))
     assert "step-10" in done.stdout
+
+
+def test_headers_of_records_are_asked_for_together(
+    tmp_path: Path,
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "run").mkdir()
+    torch.save({f"w{n}": torch.ones(40_000) for n in range(9)}, tmp_path / "run" / "model.pt")
+    alone: list[int] = []
+    answer = reader._answer
+
+    def counted(address: str, offset: int, length: int) -> memoryview:
+        if not current_thread().name.startswith("store"):
+            alone.append(offset)
+        return answer(address, offset, length)
+
+    monkeypatch.setattr(reader, "_answer", counted)
+    address = put(tmp_path / "run", "run")
+    assert len(read_index(f"{address}/model.pt").tensors) == 9
+    assert alone == []
+    assert run("verify", f"{address}/model.pt").exit_code == 0
+    assert alone == []
 
 
 def test_a_glob_chooses_rank_files(put) -> None:  # noqa: ANN001
@@ -567,7 +591,6 @@ def test_a_bucket_that_is_not_there_is_one_line(s3: Server) -> None:
 
 def _write_large_checkpoint(folder: Path) -> None:
     """A DCP directory whose `.metadata` is larger than 20 MiB."""
-    import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,

@@ -47,6 +47,7 @@ ARCHIVES = frozenset({TORCH_SAVE, ZSTD})
 
 _CACHED_PICKLES = 4096
 _AHEAD = 16 << 20
+_NO_ARCHIVES = (".distcp", ".metadata")  # the former begins like one: with its first item
 _MAX_WINDOW = 64 << 10
 _FETCHED = 64 << 20  # bytes of a store in memory at a time
 _Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
@@ -263,10 +264,10 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     only_items -= {c.data.path for e in apart for c in e.chunks if c.codec is None}
     others = [path for path in lengths if path not in only_items]
     for path in others:
-        if path.endswith(".distcp"):  # begins like an archive: with its first item
+        if path.endswith(_NO_ARCHIVES):
             yield from plain_parts(path, lengths[path])
     beside = [file for file in index.files if file.path in others]
-    beside = [file for file in beside if not file.path.endswith(".distcp")]
+    beside = [file for file in beside if not file.path.endswith(_NO_ARCHIVES)]
     yield from checksums.parts_of_files(replace(index, files=tuple(beside)), files)
 
 
@@ -308,8 +309,11 @@ def tensors_in(entry: ObjectEntry, files: Files) -> list[Stored]:
 
 def archive_of(files: Files, item: ByteRange, where: str) -> torch_zip.Archive:
     """The archive that an item is. Raises UnreadableError."""
-    read = partial(files.read, item.path)
-    return torch_zip.read_archive(read, offset=item.offset, length=item.length, where=where)
+    path, offset, length = item
+    # Of a larger item, what `_Opener.edges` has fetched: with the directory of what torch writes.
+    window = MAX_FRAME if length > torch_zip.WINDOW else torch_zip.WINDOW
+    read = partial(files.read, path)
+    return torch_zip.read_archive(read, offset=offset, length=length, where=where, window=window)
 
 
 def unpacked(files: Files, item: ByteRange, codec: str) -> ByteRange:

@@ -88,6 +88,8 @@ def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
     pickle that asks for unknown globals, UnsupportedError for what torch can save and we refuse.
     """
     length = files.size(path)
+    whole = ByteRange(path, 0, length)
+    files.fetch(torch_zip.ends_of(whole))
     kind = sniff(files.read(path, 0, min(HEAD, length)))
     if kind == "pickle":
         value, data, records = torch_legacy.read_stream(path, length=length, options=options)
@@ -98,8 +100,7 @@ def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
             f"{path} is a tar archive; torch.save wrote those before version 0.2.",
             hint="Load it with an older torch (torch.load) and save it again.",
         )
-    read = partial(files.read, path)
-    archive = torch_zip.read_archive(read, offset=0, length=length, where=path)
+    archive = torch_zip.archive_in(files, whole, path)
     torch_zip.require_little_endian(archive)
     value = pickles.load_tensors(archive.read("data.pkl"), where=path, allow=options.allow_globals)
     pickle = archive.record("data.pkl")

@@ -19,7 +19,7 @@ from ckpt_tools.formats.protocol import (
     ready,
 )
 from ckpt_tools.formats.zip.frames import Frame, KnownArchives
-from ckpt_tools.formats.zip.read import Archive, read_archive
+from ckpt_tools.formats.zip.read import Archive, archive_in, ends_of, read_archive
 from ckpt_tools.storage.reader import Files, Window
 
 _PART_BYTES = PART_BYTES
@@ -29,8 +29,11 @@ _AHEAD = 64 << 10
 
 def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     """The archives of a checkpoint; a file of torch.save's old format has no checksums."""
+    heads = {path: min(HEAD, length) for path, length in lengths_of(index).items()}
+    files.fetch((path, 0, head) for path, head in heads.items())
+    kinds = {path: sniff(files.read(path, 0, head)) for path, head in heads.items()}
     for path, length in lengths_of(index).items():
-        if sniff(files.read(path, 0, min(HEAD, length))) == "zip":
+        if kinds[path] == "zip":
             yield from Archives(files).parts(ByteRange(path, 0, length))
         else:
             yield from plain_parts(path, length)
@@ -52,9 +55,7 @@ class Archives:
         left = _PART_BYTES
         path = data.path
         try:
-            archive = read_archive(
-                partial(self._files.read, path), offset=data.offset, length=data.length, where=path
-            )
+            archive = archive_in(self._files, data, path)
             found = [(name, archive.record(name)) for name in archive.names]
         except CheckpointError:
             yield ChecksumPart(data, data.length, partial(self.records, data))
@@ -85,6 +86,8 @@ class Archives:
         path, start, size = data
         if size <= window.nbytes:
             window.block(path, start, size, until=start + max(size, _AHEAD))
+        else:
+            self._files.fetch(ends_of(data))
         known = None if only else self._known(data, window)
         if known is not None:
             yield known

@@ -14,18 +14,22 @@ all. An item of DCP (7 records) took 31 µs, here 15; a directory of 20,000 reco
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from struct import Struct
 from typing import NamedTuple
 
 from ckpt_tools.core.crc import crc32
+from ckpt_tools.core.index import ByteRange
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.foreign import HEAD, not_a, sniff
+from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.reader import Files
 
 ReadBytes = Callable[[int, int], bytes]
 
 # A DCP item of a few KB then costs one read, and of a larger one the end record and most central
 # directories come with the first.
-_WINDOW = 64 * 1024
+WINDOW = 64 * 1024
 # A directory of a million records takes about 100 MB.
 _MAX_DIRECTORY = 512 * 1024 * 1024
 _MAX_RECORD_IN_MEMORY = 1 << 30
@@ -94,6 +98,12 @@ class Archive:
     def names(self) -> Collection[str]:
         """Names of the records, in the order of the archive."""
         return self._entries.keys()
+
+    @property
+    def headers(self) -> Iterator[tuple[int, int]]:
+        """Where the local headers of all records lie in the file, and the bytes of each."""
+        for entry in self._entries.values():
+            yield self._bytes.offset + entry.header, _LOCAL.size + len(entry.name)
 
     def record(self, name: str) -> Record:
         """Where the bytes of a record lie.
@@ -180,15 +190,37 @@ class Archive:
             )
 
 
-def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Archive:
+def archive_in(files: Files, data: ByteRange, where: str) -> Archive:
+    """The torch.save archive that fills a byte range, of which every record will be asked for.
+
+    Of a store, both ends and then the headers of all records are asked for together. Raises as
+    `read_archive` does.
+    """
+    path, offset, length = data
+    files.fetch(ends_of(data))
+    archive = read_archive(partial(files.read, path), offset=offset, length=length, where=where)
+    if is_address(path):
+        files.fetch((path, *header) for header in archive.headers)
+    return archive
+
+
+def ends_of(data: ByteRange) -> tuple[ByteRange, ByteRange]:
+    """The bytes of an archive that are read first: of its first pickle, and its directory."""
+    edge = min(data.length, WINDOW)
+    return data._replace(length=edge), ByteRange(data.path, data.offset + data.length - edge, edge)
+
+
+def read_archive(
+    read: ReadBytes, *, offset: int, length: int, where: str, window: int = WINDOW
+) -> Archive:
     """The torch.save archive that fills bytes [offset, offset + length) of a file.
 
-    ``read(offset, length)`` gives bytes of the file, ``where`` names it in errors. Archives of up
-    to 64 KiB cost one read.
+    ``read(offset, length)`` gives bytes of the file, ``where`` names it in errors. The last bytes,
+    as many as the ``window``, are read first: smaller archives cost one read.
 
     Raises UnreadableError when the bytes are no such archive, or one that is cut or damaged.
     """
-    source = _Source(read, offset=offset, length=length, where=where)
+    source = _Source(read, offset=offset, length=length, where=where, window=window)
     start, size, count = _directory_place(source)
     if size > _MAX_DIRECTORY:
         raise UnreadableError(f"{where}: its central directory of {size:,} bytes is too large.")
@@ -261,16 +293,18 @@ def big_endian(where: str) -> UnsupportedError:
 
 
 class _Source:
-    """The bytes of the archive, of which the last 64 KiB are ``kept``."""
+    """The bytes of the archive, of which the last, as many as the ``window``, are ``kept``."""
 
     __slots__ = ("_from", "_read", "kept", "length", "offset", "where")
 
-    def __init__(self, read: ReadBytes, *, offset: int, length: int, where: str) -> None:
+    def __init__(
+        self, read: ReadBytes, *, offset: int, length: int, where: str, window: int
+    ) -> None:
         self._read = read
         self.offset = offset
         self.length = length
         self.where = where
-        self._from = max(0, length - _WINDOW)
+        self._from = max(0, length - window)
         self.kept = read(offset + self._from, length - self._from) if length > 0 else b""
         if len(self.kept) != length - self._from:
             self._raise_cut(self._from + len(self.kept), length)

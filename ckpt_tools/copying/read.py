@@ -106,12 +106,13 @@ class ChunkReader:
         Sorts ``jobs`` in place. Raises UnreadableError.
         """
         jobs.sort()
-        if any(not self._files.has_descriptor(path) for path in {job[0] for job in jobs}):
-            self._files.fetch((path, start, nbytes) for path, start, nbytes, _ in jobs)
-        stage, limit, near = self._stage, len(self._stage), self._sizes.near
+        far = {path for path in {job[0] for job in jobs} if not self._files.has_descriptor(path)}
+        self._files.fetch((path, start, nbytes) for path, start, nbytes, _ in jobs if path in far)
+        stage, limit = self._stage, len(self._stage)
         first, count = 0, len(jobs)
         while first < count:
             path, start, nbytes, target = jobs[first]
+            near = -1 if path in far else self._sizes.near  # what was fetched is one by one
             end, last = start + nbytes, first + 1
             while last < count:
                 other, source, length, _ = jobs[last]

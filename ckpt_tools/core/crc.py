@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Collection
 from functools import lru_cache
 from itertools import starmap
+from typing import NamedTuple
 
 from ckpt_tools.core.index import ByteRange
 
@@ -16,7 +17,7 @@ try:  # up to ten times as fast as zlib's
 except ImportError:  # a processor that it is not made for
     from zlib import crc32
 
-__all__ = ["KnownCrcs", "combine", "crc32"]
+__all__ = ["KnownCrcs", "StoredCrc", "combine", "crc32"]
 
 # The polynomial of zip's CRC-32 (ISO 3309), bit-reversed: bit 31 is the coefficient of x^0.
 _POLYNOMIAL = 0xEDB88320
@@ -55,13 +56,24 @@ def _shift(length: int) -> int:
     return power
 
 
+class StoredCrc(NamedTuple):
+    """The CRC-32 that a checkpoint keeps of a record, which the format calls ``name``."""
+
+    record: ByteRange
+    crc: int
+    name: str
+
+
 class KnownCrcs:
     """The CRC-32s of runs of bytes that were read for something else, from any thread: what a copy
     has seen is not read again.
+
+    ``stored`` are those that the source keeps of items of which this process has read them.
     """
 
     def __init__(self) -> None:
         self._runs: dict[tuple[str, int], tuple[int, int]] = {}
+        self.stored: dict[ByteRange, StoredCrc] = {}
 
     def __len__(self) -> int:
         """How many runs there are."""

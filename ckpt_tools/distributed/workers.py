@@ -69,7 +69,7 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
 
     options = order.options
     with (
-        Files(sizes=options.sizes) as files,
+        Files(sizes=options.sizes, crcs=seen if options.checks_source else None) as files,
         writing(order.place),
         finishing(order.place) as finisher,
     ):

@@ -171,7 +171,8 @@ class _Wanted:
         return reading
 
     def _with_crcs(self, part: ChecksumPart, window: Window) -> Iterator[Checksummed]:
-        for one in part.open(window):
+        stored = self._seen.stored.get(part.data)
+        for one in part.open(window) if stored is None else [Checksummed(*stored)]:
             if not self._spans.meeting(_place(one)):
                 continue
             if one.crc is None:
@@ -264,7 +265,7 @@ class _Checker:
     def fetch(self, parts: Iterable[ChecksumPart]) -> None:
         """Fetch parts of a store together; one that cannot be read is found when it is checked."""
         with suppress(CheckpointError):
-            self._files.fetch(part.data for part in parts)
+            self._files.fetch(part.data for part in parts if part.data not in self._seen.stored)
 
     def check(self, part: ChecksumPart) -> ReadResult:
         """Read the bytes of a part; what is wrong with them becomes a damage, never an error."""

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 
+from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, unreadable
 from ckpt_tools.storage import fsspec_store, paths
@@ -42,17 +43,25 @@ class _Handle:
 class Files:
     """Open files, read by ranges; the least recently used is closed when too many are open.
 
-    ``sizes`` are those that all who read them go by.
+    ``sizes`` are those that all who read them go by. ``crcs`` get the CRC-32s that are found beside
+    what is read, where they are wanted.
     """
 
-    def __init__(self, *, max_open: int | None = None, sizes: Sizes | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_open: int | None = None,
+        sizes: Sizes | None = None,
+        crcs: KnownCrcs | None = None,
+    ) -> None:
         self.sizes = Sizes() if sizes is None else sizes
+        self.crcs = crcs
         self._open: OrderedDict[str, _Handle] = OrderedDict()
         self._lock = threading.Lock()
         self._max_open = _most_open() if max_open is None else max_open
         self._lent: dict[str, memoryview] = {}
         self._own = threading.local()
-        self._between = _NOTHING  # the last blocks of which most had not been asked for
+        self._between = _NOTHING  # what was last fetched for all threads
         self._spill_lock = threading.Lock()
         self._spilled: dict[tuple[tuple[str, int, int], Unpack], tuple[str, int, int]] = {}
 
@@ -168,24 +177,26 @@ class Files:
         """Ask for these ranges (path, offset, length) of stores, many at a time, near ones as one.
 
         Until its next call, this thread reads them from memory: with what lies between them they
-        take at most twice as many bytes, or ``most``, by default those of four slabs. What lies on
-        this machine is left out, and so is the part of a range that lies behind the end of its
-        file. Raises UnreadableError.
+        take at most twice as many bytes, or those of four slabs. With ``most`` they take as many,
+        and all threads read them, until the next such call: ends of items are fetched so, and small
+        items lie between them. What lies on this machine is left out, and so is the part of a range
+        that lies behind the end of its file. Raises UnreadableError.
         """
         self._own.between = self._between  # for this thread they stay until then
         wanted = [one for one in ranges if paths.is_address(one[0])]
         if all(self._held(*one) is not None for one in wanted):
             return
         wanted = [one for one in wanted if self._between.find(*one) is None]
-        most = max(4 * self.sizes.slab if most is None else most, 2 * _nbytes(wanted))
+        is_shared = most is not None
+        most = max(most or 4 * self.sizes.slab, 2 * _nbytes(wanted))
         gap = self.sizes.fetched_gap
         joined = _joined(wanted, gap=gap)
         while gap and _nbytes(joined) > most:
             gap //= 4
             joined = _joined(wanted, gap=gap)
         self._own.fetched = held = _Fetched()
-        if _nbytes(joined) > 2 * _nbytes(wanted):
-            self._between = held  # the ends of small items: the items are read next
+        if is_shared:
+            self._between = held
         for (path, offset, _), data in zip(
             joined, fsspec_store.pool().map(lambda one: _answer(*one), joined), strict=True
         ):
@@ -369,8 +380,11 @@ class Window:
     def _fill(self, path: str, offset: int, length: int, until: int) -> None:
         self._path, wanted = "", max(length, min(until - offset, self.nbytes))
         try:
+            if not self._files.has(path, offset, length):
+                most = max(length, min(until - offset, _AHEAD * self.nbytes))
+                self._files.fetch([(path, offset, most)])
             if not self._files.has(path, offset, wanted):
-                self._files.fetch([(path, offset, min(until - offset, _AHEAD * self.nbytes))])
+                wanted = length
             found = self._files.read_some(path, offset, self._view[:wanted], least=length)
         except CheckpointError:
             if wanted == length:

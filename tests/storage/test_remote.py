@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,8 +23,10 @@ import pytest
 import torch
 from running import run
 
+from ckpt_tools.core.index import ByteRange
 from ckpt_tools.errors import IncompleteError, OutputExistsError, UnreadableError, UsageError
 from ckpt_tools.formats import read_index
+from ckpt_tools.formats.zip.read import read_archive
 from ckpt_tools.storage import fsspec_store, object_store, paths, reader, upload
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.storage.waiting import WAITING
@@ -95,6 +98,50 @@ def test_a_parent_with_one_checkpoint_inside_is_found(put) -> None:  # noqa: ANN
     there = put(REAL / KINDS[0], "run/step-10")
     done = run("inspect", there.removesuffix("/step-10"))
     assert "step-10" in done.stdout
+
+
+@pytest.mark.parametrize("command", [("export",), ("reshard", "--to-mesh", "3")])
+def test_small_items_are_read_once_and_compared_with_their_checksums(
+    command: tuple[str, ...],
+    tmp_path: Path,
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+    answer = reader._answer
+
+    def counted(address: str, offset: int, length: int) -> memoryview:
+        data = answer(address, offset, length)
+        taken.append(len(data))
+        return data
+
+    monkeypatch.setattr(reader, "_answer", counted)
+    shutil.copytree(REAL / KINDS[0], tmp_path / "run")
+    done = run(*command, put(tmp_path / "run", "run"), "-o", str(tmp_path / "out"))
+    assert done.exit_code == 0
+    stored = sum(one.stat().st_size for one in (tmp_path / "run").iterdir())
+    assert sum(taken) < 1.5 * stored
+
+    tensors = read_index(str(tmp_path / "run")).tensors
+    item = next(entry for entry in tensors if entry.section == "model").chunks[-1].data
+    with open(item.path, "r+b") as file:
+        data = bytearray(file.read())
+        data[_elements(item)] ^= 1
+        file.seek(0)
+        file.write(data)
+    done = run(*command, put(tmp_path / "run", "other"), "-o", str(tmp_path / "other"))
+    assert done.exit_code == 3
+    assert "record 'data/0' (bytes" in done.stderr
+    assert "is damaged: its CRC-32 is" in done.stderr
+
+
+def _elements(item: ByteRange) -> int:
+    """Where the first element of an item of a DCP file stands."""
+    with Files() as files:
+        archive = read_archive(
+            partial(files.read, item.path), offset=item.offset, length=item.length, where=""
+        )
+    return archive.record("data/0").offset
 
 
 def test_headers_of_records_are_asked_for_together(

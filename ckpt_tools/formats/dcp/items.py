@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from ckpt_tools.core.crc import StoredCrc
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
@@ -153,10 +154,19 @@ class _Opener:
         found = self._known.find(length, block)
         if found is None:
             return None
-        place = found[1]
+        frame, place = found
         if place.stored.dtype != entry.dtype.name or place.stored.shape != chunk.box.sizes:
             return None
+        if self._files.crcs is not None:
+            tail = block(frame.tail_at, length - frame.tail_at)
+            name, start, end, _ = frame.varying[0]
+            record = ByteRange(path, offset + start, end - start)
+            self._keep_crc(chunk.data, record, checksums.crc_of_elements(frame, *tail), name)
         return place
+
+    def _keep_crc(self, item: ByteRange, record: ByteRange, crc: int | None, name: str) -> None:
+        if self._files.crcs is not None and crc is not None:
+            self._files.crcs.stored[item] = StoredCrc(record, crc, f"record {name!r}")
 
     def _as_found(
         self, entry: TensorEntry, chunk: Chunk, item: ByteRange, place: _ItemContents
@@ -174,7 +184,9 @@ class _Opener:
         archive = archive_of(self._files, item, where)
         stored = self._stored(archive.read("data.pkl"), where)
         _check(entry, chunk, stored, where)
-        record = archive.record(f"data/{stored.storage.key}")
+        name = f"data/{stored.storage.key}"
+        record = archive.record(name)
+        self._keep_crc(item, ByteRange(item.path, *record[:2]), record.crc, name)
         itemsize = entry.dtype.itemsize
         start, end = stored.storage_offset * itemsize, stored.end * itemsize
         if start == end:
@@ -189,7 +201,7 @@ class _Opener:
         offset = record.offset + start - item.offset
         place = _ItemContents(stored, offset, end - start, strides_of(stored))
         if is_there(item, self._lengths):
-            self._known.learn(archive, f"data/{stored.storage.key}", place)
+            self._known.learn(archive, name, place)
         return place
 
     def _stored(self, data: bytes, where: str) -> StoredTensor:

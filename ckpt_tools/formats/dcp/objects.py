@@ -235,7 +235,11 @@ def copyable_objects(index: Index, files: Files) -> Index:
 
     Raises UnreadableError for an archive that cannot be opened: its copy would be as damaged.
     """
-    return replace(index, objects=tuple(_copyable(entry, files) for entry in index.objects))
+    said_later = (CheckpointError,)
+    found = fetched(
+        index.objects, lambda one: torch_zip.ends_of(one.data), files, spared=said_later
+    )
+    return replace(index, objects=tuple(_copyable(entry, files) for entry in found))
 
 
 def _copyable(entry: ObjectEntry, files: Files) -> ObjectEntry:

@@ -114,7 +114,7 @@ class Archives:
         if found is None:
             return None
         frame, others = found
-        crc = _crc_of_elements(frame, *block(frame.tail_at, length - frame.tail_at))
+        crc = crc_of_elements(frame, *block(frame.tail_at, length - frame.tail_at))
         name, start, end, _ = frame.varying[0]
         elements = ByteRange(path, offset + start, end - start)
         if crc is None:
@@ -135,7 +135,7 @@ class Archives:
             return  # good for no example; it is checked as any other
 
 
-def _crc_of_elements(frame: Frame, tail: bytearray, at: int) -> int | None:
+def crc_of_elements(frame: Frame, tail: bytearray, at: int) -> int | None:
     """The CRC-32 of an archive's elements; None when it has none, or that of another varying record
     is wrong.
     """

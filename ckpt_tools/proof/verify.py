@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from ckpt_tools import formats
@@ -132,11 +133,11 @@ def verify(
     ``on_bytes`` gets the number of bytes read since its last call; `bytes_to_read` estimates their
     sum.
     """
-    locating = Background(lambda: formats.locate(index, files))
-    if is_address(index.root):
-        locating.wait()  # small items come with what it fetches
+    # Of a store, who has read an item knows what it is like.
+    locate = partial(formats.locate, index, files)
+    locating = None if is_address(index.root) else Background(locate)
     reading = read_everything(index, files, seen=KnownCrcs(), threads=threads, on_bytes=on_bytes)
-    located = locating.result()
+    located = locate() if locating is None else locating.result()
     condition = DamageMap(located, [damage.data for damage in reading.damages])
     known = frozenset(fqn for problem in located.problems for fqn in problem.about)
     differing = differing_replicas(

@@ -11,7 +11,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
@@ -56,6 +56,8 @@ class Files:
     ) -> None:
         self.sizes = Sizes() if sizes is None else sizes
         self.crcs = crcs
+        # What an item of a store is like, as it was found when all of it was read.
+        self.kinds: dict[tuple[str, int, int], Hashable] = {}
         self._open: OrderedDict[str, _Handle] = OrderedDict()
         self._lock = threading.Lock()
         self._max_open = _most_open() if max_open is None else max_open

@@ -24,9 +24,11 @@ import torch
 from running import run
 
 from ckpt_tools.core.index import ByteRange
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import IncompleteError, OutputExistsError, UnreadableError, UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.formats.zip.read import read_archive
+from ckpt_tools.proof.verify import verify
 from ckpt_tools.storage import fsspec_store, object_store, paths, reader, upload
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.storage.waiting import WAITING
@@ -107,6 +109,53 @@ def test_small_items_are_read_once_and_compared_with_their_checksums(
     put,  # noqa: ANN001
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    taken = _counted(monkeypatch)
+    shutil.copytree(REAL / KINDS[0], tmp_path / "run")
+    done = run(*command, put(tmp_path / "run", "run"), "-o", str(tmp_path / "out"))
+    assert done.exit_code == 0
+    stored = sum(one.stat().st_size for one in (tmp_path / "run").iterdir())
+    assert sum(taken) < 1.5 * stored
+
+    tensors = read_index(str(tmp_path / "run")).tensors
+    item = next(entry for entry in tensors if entry.section == "model").chunks[-1].data
+    _damage(item.path, _elements(item))
+    done = run(*command, put(tmp_path / "run", "other"), "-o", str(tmp_path / "other"))
+    assert done.exit_code == 3
+    assert "record 'data/0' (bytes" in done.stderr
+    assert "is damaged: its CRC-32 is" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["nowhere", "elements", "pickle", "directory"])
+def test_verify_finds_in_a_store_what_it_finds_at_home(place: str, tmp_path: Path, put) -> None:  # noqa: ANN001
+    shutil.copytree(REAL / KINDS[0], tmp_path / "run")
+    item = read_index(str(tmp_path / "run")).tensors[3].chunks[-1].data
+    start, end = item.offset, item.offset + item.length
+    places = {"elements": _elements(item), "pickle": start + 200, "directory": end - 60}
+    if place in places:
+        _damage(item.path, places[place])
+    here, there = str(tmp_path / "run"), put(tmp_path / "run", "run")
+    first, second = run("verify", here, "--json"), run("verify", there, "--json")
+    assert first.exit_code == second.exit_code == (place in places)
+    assert second.stdout.replace(there, here) == first.stdout
+
+
+def test_verify_reads_what_stands_around_elements_with_them(
+    tmp_path: Path,
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.save({f"w{n}": torch.ones(40_000) for n in range(9)}, tmp_path / "model.pt")
+    folder = tmp_path / "run"
+    run("reshard", str(tmp_path / "model.pt"), "-o", str(folder), "--to-mesh", "4")
+    index = read_index(put(folder, "run"))
+    taken = _counted(monkeypatch)
+    with Files(sizes=Sizes(fetched_gap=0)) as files:
+        assert verify(index, files).whole
+    assert len(taken) < sum(len(entry.chunks) for entry in index.tensors) / 2
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each answer of a store from now on."""
     taken: list[int] = []
     answer = reader._answer
 
@@ -116,23 +165,13 @@ def test_small_items_are_read_once_and_compared_with_their_checksums(
         return data
 
     monkeypatch.setattr(reader, "_answer", counted)
-    shutil.copytree(REAL / KINDS[0], tmp_path / "run")
-    done = run(*command, put(tmp_path / "run", "run"), "-o", str(tmp_path / "out"))
-    assert done.exit_code == 0
-    stored = sum(one.stat().st_size for one in (tmp_path / "run").iterdir())
-    assert sum(taken) < 1.5 * stored
+    return taken
 
-    tensors = read_index(str(tmp_path / "run")).tensors
-    item = next(entry for entry in tensors if entry.section == "model").chunks[-1].data
-    with open(item.path, "r+b") as file:
-        data = bytearray(file.read())
-        data[_elements(item)] ^= 1
-        file.seek(0)
-        file.write(data)
-    done = run(*command, put(tmp_path / "run", "other"), "-o", str(tmp_path / "other"))
-    assert done.exit_code == 3
-    assert "record 'data/0' (bytes" in done.stderr
-    assert "is damaged: its CRC-32 is" in done.stderr
+
+def _damage(path: str, offset: int) -> None:
+    data = bytearray(Path(path).read_bytes())
+    data[offset] ^= 1
+    Path(path).write_bytes(data)
 
 
 def _elements(item: ByteRange) -> int:

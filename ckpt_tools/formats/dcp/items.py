@@ -10,7 +10,7 @@ only the first is parsed, and others are recognised by their bytes (`Templates`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -108,14 +108,21 @@ class _Opener:
         self._lengths = lengths
         self._seen: dict[bytes, StoredTensor] = {}
         self._known: KnownArchives[_ItemContents] = KnownArchives()
+        self._of_kinds: dict[Hashable, _ItemContents] = {}
+        self._kinds_fetched = set[Hashable]()
         self._window = min(_MAX_WINDOW, max(MAX_FRAME, _AHEAD // max(1, len(lengths))))
         self._windows: dict[str, Window] = {}
 
     def edges(self, entry: TensorEntry) -> Iterator[ByteRange]:
-        """What stands around the elements of a tensor's items: all that is read of most."""
+        """What stands around the elements of a tensor's items: all that is read of most, and of
+        those that were read before, only of one of each kind.
+        """
         for chunk in entry.chunks:
             path, offset, length = chunk.data
-            if chunk.codec is not None and is_there(chunk.data, self._lengths):
+            kind = self._files.kinds.get(chunk.data)
+            is_first = kind is None or kind not in self._kinds_fetched
+            if chunk.codec is not None and is_there(chunk.data, self._lengths) and is_first:
+                self._kinds_fetched.add(kind)
                 edge = min(length, MAX_FRAME)
                 yield ByteRange(path, offset, edge)
                 yield ByteRange(path, offset + length - edge, edge)
@@ -138,7 +145,17 @@ class _Opener:
         """What an item is, when it is like one that was read and as `.metadata` says."""
         if chunk.codec != TORCH_SAVE or not is_there(chunk.data, self._lengths):
             return None
-        path, offset, length = chunk.data
+        kind = self._files.kinds.get(chunk.data)
+        place = None if kind is None else self._of_kinds.get(kind)
+        place = place or self._found(chunk.data)
+        if place is None:
+            return None
+        is_same = (place.stored.dtype, place.stored.shape) == (entry.dtype.name, chunk.box.sizes)
+        return place if is_same else None
+
+    def _found(self, item: ByteRange) -> _ItemContents | None:
+        """What an item is, when it is like one that was read."""
+        path, offset, length = item
         window = self._windows.get(path)
         if window is None:
             window = self._windows[path] = Window(self._files, self._window)
@@ -155,13 +172,11 @@ class _Opener:
         if found is None:
             return None
         frame, place = found
-        if place.stored.dtype != entry.dtype.name or place.stored.shape != chunk.box.sizes:
-            return None
         if self._files.crcs is not None:
             tail = block(frame.tail_at, length - frame.tail_at)
             name, start, end, _ = frame.varying[0]
             record = ByteRange(path, offset + start, end - start)
-            self._keep_crc(chunk.data, record, checksums.crc_of_elements(frame, *tail), name)
+            self._keep_crc(item, record, checksums.crc_of_elements(frame, *tail), name)
         return place
 
     def _keep_crc(self, item: ByteRange, record: ByteRange, crc: int | None, name: str) -> None:
@@ -202,6 +217,7 @@ class _Opener:
         place = _ItemContents(stored, offset, end - start, strides_of(stored))
         if is_there(item, self._lengths):
             self._known.learn(archive, name, place)
+            self._of_kinds[self._files.kinds.get(item)] = place
         return place
 
     def _stored(self, data: bytes, where: str) -> StoredTensor:

@@ -20,6 +20,7 @@ from ckpt_tools.formats.protocol import (
 )
 from ckpt_tools.formats.zip.frames import Frame, KnownArchives
 from ckpt_tools.formats.zip.read import Archive, archive_in, ends_of, read_archive
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
 
 _PART_BYTES = PART_BYTES
@@ -98,7 +99,7 @@ class Archives:
 
         archive = read_archive(read, offset=start, length=size, where=path)
         if not only:
-            self._learn(archive)
+            self._keep_kind(data, self._learn(archive))
         for name in only or archive.names:
             offset, length, crc = archive.record(name)
             yield Checksummed(ByteRange(path, offset, length), crc, f"record {name!r}")
@@ -119,20 +120,26 @@ class Archives:
         elements = ByteRange(path, offset + start, end - start)
         if crc is None:
             return None
+        self._keep_kind(data, frame)
         return Checksummed(elements, crc, f"record {name!r}", alike=others)
 
-    def _learn(self, archive: Archive) -> None:
+    def _keep_kind(self, data: ByteRange, frame: Frame | None) -> None:
+        if frame is not None and is_address(data.path):
+            self._files.kinds[data] = frame
+
+    def _learn(self, archive: Archive) -> Frame | None:
         """Remember an archive of one record of elements, when all others are as their CRCs say."""
         elements = [name for name in archive.names if name.startswith("data/")]
         if len(elements) != 1 or not self._good.has_room(archive.length):
-            return
+            return None
         others = [name for name in archive.names if name not in elements]
         try:
             lengths = tuple(len(archive.read(name)) for name in others)
             if all(archive.record(name).crc is not None for name in others):
-                self._good.learn(archive, elements[0], lengths)
+                return self._good.learn(archive, elements[0], lengths)
         except CheckpointError:
-            return  # good for no example; it is checked as any other
+            pass  # good for no example; it is checked as any other
+        return None
 
 
 def crc_of_elements(frame: Frame, tail: bytearray, at: int) -> int | None:

@@ -76,12 +76,12 @@ class KnownArchives(Generic[T]):
         """Whether one more archive of this length may be learned."""
         return len(self._known.get(length, ())) < _MOST_OF_ONE_LENGTH
 
-    def learn(self, archive: Archive, name: str, learned: T) -> None:
+    def learn(self, archive: Archive, name: str, learned: T) -> Frame | None:
         """Remember an archive by all but this record, when little stands around that."""
-        if self.has_room(archive.length):
-            frame = frame_of(archive, name)
-            if frame is not None:
-                self._known.setdefault(archive.length, []).append((frame, learned))
+        frame = frame_of(archive, name) if self.has_room(archive.length) else None
+        if frame is not None:
+            self._known.setdefault(archive.length, []).append((frame, learned))
+        return frame
 
 
 def frame_of(archive: Archive, name: str) -> Frame | None:

@@ -23,6 +23,7 @@ __all__ = ["KnownCrcs", "StoredCrc", "combine", "crc32"]
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 _ROW = struct.Struct("<IQQI")  # number of the path, offset, length, CRC-32
+_STORED_ROW = struct.Struct("<2I4QI")  # of path and name, item, record, CRC-32
 
 
 def combine(first: int, second: int, *, length: int) -> int:
@@ -68,7 +69,7 @@ class KnownCrcs:
     """The CRC-32s of runs of bytes that were read for something else, from any thread: what a copy
     has seen is not read again.
 
-    ``stored`` are those that the source keeps of items of which this process has read them.
+    ``stored`` are those that the source keeps of items, as far as they were read with these.
     """
 
     def __init__(self) -> None:
@@ -106,17 +107,25 @@ class KnownCrcs:
 
     def packed(self) -> bytes:
         """All of it in few bytes, for another process."""
-        paths = sorted({path for path, _ in self._runs})
-        number = {path: at for at, path in enumerate(paths)}
+        texts = {path for path, _ in self._runs} | {item.path for item in self.stored}
+        texts |= {one.name for one in self.stored.values()}
+        number = {text: at for at, text in enumerate(sorted(texts))}
         runs = [(number[p], at, length, crc) for (p, at), (length, crc) in self._runs.items()]
-        head = json.dumps(paths).encode()
-        rows = b"".join(starmap(_ROW.pack, sorted(runs)))
-        return zlib.compress(len(head).to_bytes(8, "little") + head + rows, 1)
+        stored = [
+            (number[path], number[one.name], at, length, *one.record[1:], one.crc)
+            for (path, at, length), one in self.stored.items()
+        ]
+        head = json.dumps([sorted(texts), _ROW.size * len(runs)]).encode()
+        rows = [*starmap(_ROW.pack, sorted(runs)), *starmap(_STORED_ROW.pack, sorted(stored))]
+        return zlib.compress(len(head).to_bytes(8, "little") + head + b"".join(rows), 1)
 
     def add_packed(self, data: bytes) -> None:
         """Add what another process has seen."""
         data = zlib.decompress(data)
         end = 8 + int.from_bytes(data[:8], "little")
-        paths = json.loads(data[8:end])
-        for path, at, length, crc in _ROW.iter_unpack(data[end:]):
-            self.add(ByteRange(paths[path], at, length), crc)
+        texts, nbytes = json.loads(data[8:end])
+        for path, at, length, crc in _ROW.iter_unpack(data[end : end + nbytes]):
+            self.add(ByteRange(texts[path], at, length), crc)
+        for path, name, *item, at, length, crc in _STORED_ROW.iter_unpack(data[end + nbytes :]):
+            record = ByteRange(texts[path], at, length)
+            self.stored[ByteRange(texts[path], *item)] = StoredCrc(record, crc, texts[name])

@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from posixpath import basename
@@ -32,6 +33,7 @@ from ckpt_tools.storage.reader import Files
 INDEX_SUFFIX = ".index.json"
 _USUAL_INDEX = "model.safetensors.index.json"
 NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
+_HEAD = 64 << 10  # bytes of each file of a store, which are asked for together: most headers
 _SHOWN = 3  # names shown of a longer list
 _MOST_MISSING = 1000  # a gap in numbers is not listed further than this
 
@@ -163,6 +165,9 @@ class Reading(ABC):
 
     def read(self, file_paths: Iterable[str], *, by_file: Mapping[str, Sequence[str]]) -> None:
         """Read files; a problem that names nothing is about all that the file should hold."""
+        file_paths = [*file_paths]
+        with suppress(CheckpointError):  # it is said of each when it is read
+            self.opened.fetch(((path, 0, _HEAD) for path in file_paths), most=_HEAD)
         for path in file_paths:
             size, known = None, len(self.problems)
             try:

@@ -30,6 +30,7 @@ _INDEX_FILES = (".metadata", "model.safetensors.index.json", "pytorch_model.bin.
 # A web server is asked for the same facts by every reader that looks at a folder: an answer holds
 # for so many seconds.
 _FRESH = 5.0
+_HEAD = 1 << 10  # bytes that readers look at to find out what a file is
 _BLOCK = 1 << 18  # of streams: pickles of an old file, read from front to back
 Result = TypeVar("Result")
 
@@ -177,6 +178,7 @@ class _Answers(Generic[Result]):
 
 
 _FACTS: _Answers[Facts] = _Answers()
+_HEADS: _Answers[bytes] = _Answers()
 _LISTINGS: _Answers[list[Facts]] = _Answers()
 
 
@@ -214,10 +216,14 @@ def _ask_facts(address: str) -> Facts:
         raise
 
 
+def _forget() -> None:
+    for answers in (_FACTS, _HEADS, _LISTINGS):
+        answers.forget()
+
+
 def forget(address: str) -> None:
     """Have the next listing come from the store itself."""
-    _FACTS.forget()
-    _LISTINGS.forget()
+    _forget()
     _file_system(address).invalidate_cache()
 
 
@@ -306,18 +312,25 @@ def pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="store")
 
 
+def head(address: str, length: int) -> bytes:
+    """The first bytes of a file, fewer where it is shorter. Raises OSError."""
+
+    def ask(address: str, most: int = _HEAD) -> bytes:
+        return bytes(read(address, 0, min(most, facts(address).size)))
+
+    return _HEADS.of(address, ask)[:length] if length <= _HEAD else ask(address, length)
+
+
 def put(path: str, address: str) -> None:
     """Send a file of this machine to an address. Raises OSError."""
     _asked(address, lambda system: system.put_file(path, address))
-    _FACTS.forget()
-    _LISTINGS.forget()
+    _forget()
 
 
 def remove(address: str) -> None:
     """Remove a file. Raises OSError."""
     _asked(address, lambda system: system.rm_file(address))
-    _FACTS.forget()
-    _LISTINGS.forget()
+    _forget()
 
 
 def stream(address: str) -> BinaryIO:

@@ -255,7 +255,7 @@ def _facts(address: str) -> fsspec_store.Facts | None:
 def head(path: str, length: int) -> bytes:
     """The first bytes of a file, fewer when it is shorter. Raises OSError."""
     if is_address(path):
-        return bytes(fsspec_store.read(path, 0, min(length, fsspec_store.facts(path).size)))
+        return fsspec_store.head(path, length)
     with stream(path) as file:
         return file.read(length)
 

@@ -90,7 +90,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Store]]:
     monkeypatch.setattr(WAITING, "_has_said", False)
     monkeypatch.setattr(WAITING, "is_stopped", False)
     fsspec_store._protocol.cache_clear()
-    fsspec_store._FACTS.forget()
+    fsspec_store._forget()
     Store.faults, Store.requests = [], []
     Store.etag = '"one"'
     yield Store
@@ -246,6 +246,12 @@ def test_fsspec_is_not_imported_where_it_is_not_configured(tmp_path: Path) -> No
         words = [sys.executable, "-c", code]
         done = subprocess.run(words, env=ours | more, check=True, capture_output=True, text=True)
         assert done.stdout == said
+
+
+def test_what_a_file_is_is_asked_for_once(store: type[Store]) -> None:
+    assert [paths.head("s3://b/x.pt", length) for length in (16, 512)] == [DATA[:16], DATA[:512]]
+    assert paths.head("s3://b/x.pt", 2_000) == DATA[:2_000]
+    assert store.requests == ["HEAD", "bytes=0-1023", "bytes=0-1999"]
 
 
 def test_a_folder_is_listed_while_it_is_asked_whether_it_is_a_file(

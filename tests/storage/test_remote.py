@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread, current_thread
+from threading import Barrier, Thread, current_thread
 from typing import ClassVar, NamedTuple
 
 import pytest
@@ -204,6 +204,41 @@ def test_headers_of_records_are_asked_for_together(
     assert alone == []
     assert run("verify", f"{address}/model.pt").exit_code == 0
     assert alone == []
+
+
+def test_headers_of_shards_are_asked_for_together(
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone: list[str] = []
+    fetch = Files._fetch
+
+    def counted(self: Files, address: str, offset: int, length: int) -> memoryview:
+        if self._held(address, offset, length) is None:
+            alone.append(os.path.basename(address))
+        return fetch(self, address, offset, length)
+
+    monkeypatch.setattr(Files, "_fetch", counted)
+    read_index(put(REAL / KINDS[4] / "ckpt", "run"))
+    assert alone == ["model.safetensors.index.json"]
+
+
+def test_rank_files_are_opened_before_their_turn(
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[str] = []
+    several = Barrier(4, timeout=20)
+    answer = reader._answer
+
+    def waiting(address: str, offset: int, length: int) -> memoryview:
+        if address not in opened:
+            opened.append(address)
+            several.wait()  # until the first bytes of four files are asked for
+        return answer(address, offset, length)
+
+    monkeypatch.setattr(reader, "_answer", waiting)
+    assert len(read_index(put(REAL / KINDS[1], "run")).files) == 4
 
 
 def test_a_glob_chooses_rank_files(put) -> None:  # noqa: ANN001

@@ -106,6 +106,7 @@ class _Opener:
     def __init__(self, files: Files, lengths: Mapping[str, int]) -> None:
         self._files = files
         self._lengths = lengths
+        self._crcs = files.crcs if any(map(is_address, lengths)) else None
         self._seen: dict[bytes, StoredTensor] = {}
         self._known: KnownArchives[_ItemContents] = KnownArchives()
         self._of_kinds: dict[Hashable, _ItemContents] = {}
@@ -172,7 +173,7 @@ class _Opener:
         if found is None:
             return None
         frame, place = found
-        if self._files.crcs is not None:
+        if self._crcs is not None:
             tail = block(frame.tail_at, length - frame.tail_at)
             name, start, end, _ = frame.varying[0]
             record = ByteRange(path, offset + start, end - start)
@@ -180,8 +181,8 @@ class _Opener:
         return place
 
     def _keep_crc(self, item: ByteRange, record: ByteRange, crc: int | None, name: str) -> None:
-        if self._files.crcs is not None and crc is not None:
-            self._files.crcs.stored[item] = StoredCrc(record, crc, f"record {name!r}")
+        if self._crcs is not None and crc is not None:
+            self._crcs.stored[item] = StoredCrc(record, crc, f"record {name!r}")
 
     def _as_found(
         self, entry: TensorEntry, chunk: Chunk, item: ByteRange, place: _ItemContents

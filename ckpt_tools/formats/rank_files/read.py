@@ -4,7 +4,7 @@ rank leaves it.
 Each file states its own mesh, placements and coordinate; they are checked against the other files,
 the file names and their number. Families of one save (``model_…``, ``optim_…``, ``extra_state_…``)
 are one checkpoint, and the name of a family is the container of its entries unless the files
-themselves have it. Files are opened one after the other.
+themselves have it. Files are opened one after the other, those of a store some at a time.
 
 An object has no bytes of its own: its byte range is that of its file's pickle, and only its
 value is compared.
@@ -13,8 +13,11 @@ value is compared.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
@@ -33,9 +36,13 @@ from ckpt_tools.formats.rank_files import checks, file_names, numbered
 from ckpt_tools.formats.rank_files.entries import Gathered, entries_of
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
 from ckpt_tools.formats.rank_files.parts import RankObject, rank_tensors
-from ckpt_tools.formats.torch_file.open import open_saved
+from ckpt_tools.formats.torch_file.open import SavedFile, open_saved
 from ckpt_tools.storage import paths
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 # Opened one after the other, so that a thousand of them need few descriptors.
 _MAX_OPEN = 16
@@ -119,9 +126,10 @@ class RankHeaders:
     def read(self, family: Family, files: Files, options: ReadOptions, *, contained: bool) -> None:
         """Read the files of a family, in the order of their ranks."""
         family_ties: ties.Ties | None = None
-        for file in family.files:
+        opening = _opened(family.files, files, options)
+        for file, opened in zip(family.files, opening, strict=True):
             try:
-                state, pickle = self._state(file, files, options, contained=contained)
+                state, pickle = self._state(file, opened, files, contained=contained)
             except (UnsupportedError, UnsafePickleError) as error:
                 if not file_names.holds_other_state(family.name):
                     raise
@@ -138,11 +146,11 @@ class RankHeaders:
         self.ties = (*self.ties, *(family_ties or ()))
 
     def _state(
-        self, file: RankFile, files: Files, options: ReadOptions, *, contained: bool
+        self, file: RankFile, opened: Callable[[], SavedFile], files: Files, *, contained: bool
     ) -> tuple[StateDict, ByteRange]:
         """The leaves of one file, in the container they belong into, and its pickle's place."""
         self.sizes[file.path] = files.size(file.path)
-        saved = open_saved(file.path, files, options=options)
+        saved = opened()
         container: tuple[str, ...] = ()
         tops = saved.value.keys() if isinstance(saved.value, dict) else ()
         if contained and not file_names.has_container(tops, file.family):
@@ -245,3 +253,22 @@ class RankHeaders:
             notes=(*self.notes, *entries.notes, *checks.absent_replicas(spared, world)),
             problems=tuple(problems),
         )
+
+
+def _opened(
+    several: Sequence[RankFile], files: Files, options: ReadOptions
+) -> Iterator[Callable[[], SavedFile]]:
+    """What gives each file; some files of a store are opened before their turn."""
+    opening = [partial(open_saved, one.path, files, options=options) for one in several]
+    if not any(is_address(one.path) for one in several[:1]):
+        yield from opening
+        return
+    from concurrent.futures import ThreadPoolExecutor  # late, as all that addresses need
+
+    with ThreadPoolExecutor(_MAX_OPEN) as pool:
+        ahead: deque[Future[SavedFile]] = deque()
+        for one in opening:
+            ahead.append(pool.submit(one))
+            if len(ahead) == _MAX_OPEN:
+                yield ahead.popleft().result
+        yield from (one.result for one in ahead)

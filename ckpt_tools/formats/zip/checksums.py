@@ -88,7 +88,7 @@ class Archives:
         if size <= window.nbytes:
             window.block(path, start, size, until=start + max(size, _AHEAD))
         else:
-            self._files.fetch(ends_of(data))
+            self._files.fetch(ends_of(data, window.nbytes // 16))  # 64 KiB, or no more than a frame
         known = None if only else self._known(data, window)
         if known is not None:
             yield known
@@ -97,7 +97,10 @@ class Archives:
         def read(offset: int, length: int) -> bytes:
             return window.read(path, offset, length, until=start + size)
 
-        archive = read_archive(read, offset=start, length=size, where=path)
+        if is_address(path) and window.nbytes < min(size, self._files.sizes.checked):
+            archive = archive_in(self._files, data, path)  # no more than the headers is read
+        else:
+            archive = read_archive(read, offset=start, length=size, where=path)
         if not only:
             self._keep_kind(data, self._learn(archive))
         for name in only or archive.names:

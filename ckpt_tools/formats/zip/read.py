@@ -14,6 +14,7 @@ all. An item of DCP (7 records) took 31 µs, here 15; a directory of 20,000 reco
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from struct import Struct
 from typing import NamedTuple
@@ -99,11 +100,14 @@ class Archive:
         """Names of the records, in the order of the archive."""
         return self._entries.keys()
 
-    @property
-    def headers(self) -> Iterator[tuple[int, int]]:
-        """Where the local headers of all records lie in the file, and the bytes of each."""
-        for entry in self._entries.values():
-            yield self._bytes.offset + entry.header, _LOCAL.size + len(entry.name)
+    def read_headers(self, files: Files, path: str) -> None:
+        """Have the local headers of all records in memory, as far as they can be read."""
+        entries = self._entries.values()
+        places = [(one.header, _LOCAL.size + len(one.name)) for one in entries]
+        files.fetch((path, self._bytes.offset + start, length) for start, length in places)
+        for place in places:
+            with suppress(UnreadableError):
+                self._bytes.headers[place] = self._bytes.take(*place)
 
     def record(self, name: str) -> Record:
         """Where the bytes of a record lie.
@@ -200,13 +204,13 @@ def archive_in(files: Files, data: ByteRange, where: str) -> Archive:
     files.fetch(ends_of(data))
     archive = read_archive(partial(files.read, path), offset=offset, length=length, where=where)
     if is_address(path):
-        files.fetch((path, *header) for header in archive.headers)
+        archive.read_headers(files, path)
     return archive
 
 
-def ends_of(data: ByteRange) -> tuple[ByteRange, ByteRange]:
+def ends_of(data: ByteRange, edge: int = WINDOW) -> tuple[ByteRange, ByteRange]:
     """The bytes of an archive that are read first: of its first pickle, and its directory."""
-    edge = min(data.length, WINDOW)
+    edge = min(data.length, edge)
     return data._replace(length=edge), ByteRange(data.path, data.offset + data.length - edge, edge)
 
 
@@ -295,12 +299,13 @@ def big_endian(where: str) -> UnsupportedError:
 class _Source:
     """The bytes of the archive, of which the last, as many as the ``window``, are ``kept``."""
 
-    __slots__ = ("_from", "_read", "kept", "length", "offset", "where")
+    __slots__ = ("_from", "_read", "headers", "kept", "length", "offset", "where")
 
     def __init__(
         self, read: ReadBytes, *, offset: int, length: int, where: str, window: int
     ) -> None:
         self._read = read
+        self.headers: dict[tuple[int, int], bytes] = {}
         self.offset = offset
         self.length = length
         self.where = where
@@ -315,7 +320,7 @@ class _Source:
             self._raise_cut(self.length, start + length)
         if start >= self._from:
             return self.kept[start - self._from : start - self._from + length]
-        data = self._read(self.offset + start, length)
+        data = self.headers.get((start, length)) or self._read(self.offset + start, length)
         if len(data) != length:
             self._raise_cut(start + len(data), start + length)
         return data

@@ -265,7 +265,7 @@ class _Checker:
     def fetch(self, parts: Iterable[ChecksumPart]) -> None:
         """Fetch parts of a store together; one that cannot be read is found when it is checked."""
         with suppress(CheckpointError):
-            self._files.fetch(part.data for part in parts if part.data not in self._seen.stored)
+            self._files.fetch(part.data for part in parts if part.data not in self.seen.stored)
 
     def check(self, part: ChecksumPart) -> ReadResult:
         """Read the bytes of a part; what is wrong with them becomes a damage, never an error."""

@@ -28,7 +28,7 @@ from ckpt_tools.core.plain_values import PickledValue
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.pickle.dump import dumps
 from ckpt_tools.formats.pickle.load import load_plain, load_tensors
-from ckpt_tools.formats.pickle.torch_stubs import Opaque
+from ckpt_tools.formats.pickle.nodes import Opaque
 
 T = torch.arange(6.0)
 CHECKED = WriteOptions(check=True)

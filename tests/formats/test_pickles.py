@@ -8,6 +8,7 @@ import pickle
 import sys
 import tracemalloc
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,9 @@ from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS, load_metadata
 from ckpt_tools.formats.pickle.containers import Containers
 from ckpt_tools.formats.pickle.interpret import interpret
 from ckpt_tools.formats.pickle.load import load_plain, load_stream, load_tensors
-from ckpt_tools.formats.pickle.nodes import Instance
+from ckpt_tools.formats.pickle.nodes import Instance, Opaque
 from ckpt_tools.formats.pickle.rebuild import TENSOR_CLASSES, TENSOR_FUNCTIONS
 from ckpt_tools.formats.pickle.torch_stubs import (
-    Opaque,
     StoredDTensor,
     StoredPlacement,
     StoredStorage,
@@ -388,7 +388,6 @@ HOSTILE = {
     "key of tuples that share by DUP": END + b"})" + b"2\x86" * 60 + b"Ns.",
     "key that is nested deep": END + b"}N" + b"\x85" * 100_000 + b"Ns.",
     "long key again and again": END + b"}" + HEAVY_KEY + b"N" + b"sh\x00N" * 10 + b"s.",
-    "key that is a long number": END + b"}\x8b\x10\x27\x00\x00" + b"\x01" * 10_000 + b"Ns.",
     "set of tuples that share": b"\x80\x04\x8f(" + shared_tuples(60) + b"\x90.",
     "frozenset of tuples that share": b"\x80\x04(" + shared_tuples(60) + b"\x91.",
     "dict opcode with such a key": END + b"(" + shared_tuples(60) + b"Nd.",
@@ -397,6 +396,14 @@ HOSTILE = {
     "a name that is no text": END + b"}V\\ud800\nK\x01s.",
     "a class again and again, and many": END
     + (b"(" + b"ca\nb\n" * 200_000 + b"".join(b"ca\nb%d\n" % n for n in range(1000)) + b"l."),
+    "objects of a class without end": END
+    + (b"(" + name("a.b") + b"q\x00" + b"h\x00)\x81" * 200_000 + b"l."),
+    "objects of a class that is known": END
+    + (b"(" + name("argparse.Namespace") + b"q\x00" + b"h\x00)\x81" * 200_000 + b"l."),
+    "calls without end": END
+    + (b"(" + name("collections.OrderedDict") + b"q\x00" + b"h\x00)R" * 200_000 + b"l."),
+    "tuples without end": END + b"(" + b"N\x85" * 200_000 + b"l.",
+    "marks without end": END + b"(" * 200_000 + b"1" * 200_000 + b"N.",
     "lists nested deep": END + b"(" * 100_000 + b"l" * 100_000 + b".",
     "sets without end": b"\x80\x04(" + b"\x8f" * 400_000 + b"l.",
     "text of 2**62 bytes": b"\x80\x04\x8d\x00\x00\x00\x00\x00\x00\x00\x40.",
@@ -431,6 +438,12 @@ def test_hostile_pickles_end_in_our_error_and_little_memory(load_one: object, da
     finally:
         tracemalloc.stop()
     assert peak < 400_000_000
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_many_real_objects_are_no_attack(protocol: int) -> None:
+    days = [(date.fromordinal(number), {}) for number in range(1, 40_000)]
+    assert len(load(pickle.dumps(days, protocol))) == len(days)
 
 
 def test_an_old_class_that_is_called_by_name_is_named() -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.nodes import Opaque
 from ckpt_tools.formats.pickle.state_dict import flatten
 from ckpt_tools.formats.pickle.torch_stubs import (
-    Opaque,
     StoredStorage,
     StoredTensor,
 )

@@ -22,22 +22,21 @@ from ckpt_tools.formats.pickle.limits import (
     BYTES_OF_ITEM,
     FREE_VALUES,
     MAX_COPIED,
-    MAX_INT_BITS,
     VALUES_OF_PIECE,
     VALUES_PER_BYTE,
     TextBound,
     is_word,
 )
-from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, call, shown
+from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Opaque, call, shown
 from ckpt_tools.formats.pickle.torch_stubs import (
     LAYOUTS,
-    Opaque,
     Stored,
     StoredPieces,
     as_counts,
 )
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_NUMBERS = frozenset({type(None), bool, int, float, complex})
+_ATOMS = _NUMBERS | {str, bytes}
 _SCALAR = Global("numpy._core.multiarray.scalar")
 _RECONSTRUCT, _ARRAY = Global("numpy._core.multiarray._reconstruct"), Global("numpy.ndarray")
 _FROM_BUFFER, _DTYPE = Global("numpy._core.numeric._frombuffer"), Global("numpy.dtype")
@@ -238,21 +237,17 @@ class _Settler:
         self._max_nodes = FREE_VALUES + VALUES_PER_BYTE * length  # one per byte, were none shared
         self._text = TextBound(length)
         self._values = ClosedValues(is_allowed, self._text, length)
-        self._unknown = unknown
+        flaw = unknown_error(unknown) if unknown else None
+        self._unknown = {name: Opaque(Global(name).qualname, flaw=flaw) for name in unknown}
         self._closed: dict[int, Opaque | TorchValue | PickledValue] = {}
 
     def settle(self, value: object, depth: int) -> object:
         """The settled value."""
         self._count(1)
-        self._text.meet(value)
-        if isinstance(value, Instance | Global | bytearray):
-            if id(value) not in self._closed:
-                self._closed[id(value)] = self._of_closed(value)
-            return self._closed[id(value)]
-        if isinstance(value, StoredPieces):
-            self._count(VALUES_OF_PIECE * len(value.sizes))
+        if type(value) in _NUMBERS:
+            return value
         if type(value) not in _CONTAINERS:
-            return _leaf(value)
+            return self._leaf(value)
         if depth > MAX_DEPTH:
             raise UnreadableError(f"is nested more than {MAX_DEPTH} deep.")
         if id(value) in self._done:
@@ -273,6 +268,21 @@ class _Settler:
         self._done[id(value)] = made, self._nodes - nodes, text - self._text.left
         return made
 
+    def _leaf(self, value: object) -> object:
+        """A value that is known, or the name of what is not."""
+        self._text.meet(value)
+        if isinstance(value, Instance | Global | bytearray):
+            if id(value) not in self._closed:
+                self._closed[id(value)] = self._of_closed(value)
+            return self._closed[id(value)]
+        if isinstance(value, StoredPieces):
+            self._count(VALUES_OF_PIECE * len(value.sizes))
+        if type(value) is str and not is_text(value):
+            return Opaque("builtins.str")
+        if type(value) in _ATOMS or isinstance(value, Stored | Opaque | Size | TorchValue):
+            return value
+        return Opaque(value.qualname if isinstance(value, Function) else type(value).__name__)
+
     def _of_closed(
         self, value: Instance | Global | bytearray
     ) -> Opaque | TorchValue | PickledValue:
@@ -288,9 +298,7 @@ class _Settler:
                 return TorchValue(f"{cls.qualname}({text!r})")
             if type(value.state) is dict and {"_parameters", "_modules"} <= value.state.keys():
                 return Opaque(cls.qualname, flaw=module_error(cls.qualname))
-        if cls.name in self._unknown:
-            return Opaque(cls.qualname, flaw=unknown_error(self._unknown))
-        return self._pickled(value, cls.qualname)
+        return self._unknown.get(cls.name) or self._pickled(value, cls.qualname)
 
     def _pickled(
         self, value: Instance | Global | bytearray, qualname: str
@@ -310,6 +318,9 @@ class _Settler:
             return OrderedDict((self._key(key), self.settle(i, depth)) for key, i in value.items())
         if isinstance(value, dict):
             return {self._key(key): self.settle(item, depth) for key, item in value.items()}
+        if isinstance(value, list | tuple) and _NUMBERS.issuperset(map(type, value)):
+            self._count(len(value))
+            return value
         if isinstance(value, list):
             return [self.settle(item, depth) for item in value]
         if isinstance(value, tuple):
@@ -342,20 +353,6 @@ class _Settler:
 
 
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set, frozenset})
-
-
-def _leaf(value: object) -> object:
-    """A value that is known, or the name of what is not."""
-    kind = type(value)
-    if isinstance(value, Stored | Opaque | Size | TorchValue):
-        return value
-    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-        return Opaque("builtins.int")
-    if kind is str and not is_text(str(value)):
-        return Opaque("builtins.str")
-    if kind in _ATOMS:
-        return value
-    return Opaque(value.qualname if isinstance(value, Function) else kind.__name__)
 
 
 def as_name(value: object) -> str:

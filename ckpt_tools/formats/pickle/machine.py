@@ -36,11 +36,13 @@ from ckpt_tools.formats.pickle.limits import (
     HEAVY_KEY,
     MADE_KEY,
     MAX_HEAVY_KEYS,
-    MAX_LONG_KEY_BITS,
+    MAX_LONG,
+    MAX_MARKS,
     MAX_SHOWN,
+    OBJECTS_OF_CALL,
 )
 from ckpt_tools.formats.pickle.memo import Memo
-from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Repeated
+from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Opaque, Repeated
 
 _NEWEST_PROTOCOL = 5
 # What Python raises for texts, numbers and keys that are none, and our functions for odd arguments.
@@ -91,8 +93,7 @@ class Machine:
         self.stored = stored
         self.replay = replay
         self._below: list[tuple[list[object], tuple[int, int, int]]] = []
-        self._objects = 0
-        self._most_objects = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
+        self._most_objects = self._objects_left = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
         self._heavy_keys = 0
 
     def run(self) -> tuple[object, int]:
@@ -115,6 +116,8 @@ class Machine:
 
     def begin(self, at: int) -> None:
         """Put a mark on the stack."""
+        if len(self._below) == MAX_MARKS:
+            raise UnreadableError(f"is nested more than {MAX_MARKS:,} deep.")
         self._below.append((self.items, self.entry))
         self.items = []
         self.entry = (0, at, len(self.memo))
@@ -132,13 +135,13 @@ class Machine:
         else:
             self.above_mark()
 
-    def push_object(self, made: object) -> None:
-        """Push a container or an object, and count it."""
+    def push_object(self, made: object, objects: int = 1) -> None:
+        """Push a container or an object, and count it as so many."""
         self.items.append(made)
-        self._objects += 1
-        if self._objects > self._most_objects:
+        self._objects_left -= objects
+        if self._objects_left < 0:
             raise UnreadableError(
-                f"is hostile: {self._objects:,} objects in {len(self.data):,} bytes."
+                f"is hostile: more than {self._most_objects:,} objects in {len(self.data):,} bytes."
             )
 
     def check_keys(self, keys: Sequence[object]) -> None:
@@ -159,6 +162,7 @@ class Machine:
         if isinstance(target, dict):
             target.update(zip(keys, items[1::2], strict=True))
         elif isinstance(target, Instance):
+            target.pairs = target.pairs or []
             target.pairs.extend(zip(keys, items[1::2], strict=True))
         else:
             raise TypeError(f"'{type(target).__name__}' object does not support item assignment")
@@ -176,8 +180,7 @@ def _weight(key: object) -> int:
             weight += 1 + len(value)
             left.extend(value[:HEAVY_KEY])
         elif type(value) is int:
-            long = value.bit_length()
-            weight += 0 if long <= 64 else MADE_KEY if long <= MAX_LONG_KEY_BITS else HEAVY_KEY
+            weight += MADE_KEY if value.bit_length() > 64 else 0
         elif type(value) not in _LIGHT and not isinstance(value, Repeated):
             weight += MADE_KEY
     return weight
@@ -308,7 +311,9 @@ def _long_line(line: bytes) -> int:
     return int(line.removesuffix(b"L"), 0)
 
 
-def _long(data: bytes) -> int:
+def _long(data: bytes) -> int | Opaque:
+    if len(data) > MAX_LONG:
+        return Opaque("builtins.int")
     return int.from_bytes(data, "little", signed=True)
 
 
@@ -361,16 +366,18 @@ def _new_frozenset(machine: Machine, at: int) -> int:
 
 def _tuple(machine: Machine, at: int) -> int:
     items = tuple(machine.above_mark())
-    machine.items.append(items)
+    machine.push_object(items)
     return at
 
 
 def _tuple_of(count: int) -> _Step:
     def step(machine: Machine, at: int) -> int:
         items = machine.items
-        if len(items) < count:
+        made = (*items[-count:],)
+        if len(made) < count:
             raise IndexError
-        items[-count:] = [tuple(items[-count:])]
+        del items[-count:]
+        machine.push_object(made)
         return at
 
     return step
@@ -398,6 +405,7 @@ def _dup(machine: Machine, at: int) -> int:
 
 def _add_items(target: object, items: Iterable[object]) -> None:
     if isinstance(target, Instance):
+        target.items = target.items or []
         target = target.items
     if not isinstance(target, list):
         raise TypeError(f"'{type(target).__name__}' object has no attribute 'append'")
@@ -462,20 +470,20 @@ def _stack_global(machine: Machine, at: int) -> int:
 
 def _reduce(machine: Machine, at: int) -> int:
     args = machine.items.pop()
-    machine.push_object(_called(machine.items.pop(), args))
+    machine.push_object(_called(machine.items.pop(), args), OBJECTS_OF_CALL)
     return at
 
 
 def _newobj(machine: Machine, at: int) -> int:
     args = machine.items.pop()
-    machine.push_object(_made(machine.items.pop(), args))
+    machine.push_object(_made(machine.items.pop(), args), OBJECTS_OF_CALL)
     return at
 
 
 def _newobj_ex(machine: Machine, at: int) -> int:
     kwargs = machine.items.pop()
     args = machine.items.pop()
-    machine.push_object(_made(machine.items.pop(), args, kwargs))
+    machine.push_object(_made(machine.items.pop(), args, kwargs), OBJECTS_OF_CALL)
     return at
 
 

@@ -7,12 +7,12 @@ pickle hands over for it. Only a `Function` is ever called, and only a `Repeated
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.core.state_tree import Key
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.limits import MAX_KEY_BITS
 
 Columns = Mapping[str, Sequence[object]]
@@ -62,8 +62,8 @@ class Instance:
     state: object = None
     called: bool = False
     whole: bool = True
-    items: list[object] = field(default_factory=list)
-    pairs: list[tuple[object, object]] = field(default_factory=list)
+    items: list[object] | None = None
+    pairs: list[tuple[object, object]] | None = None
 
     @property
     def qualname(self) -> str:
@@ -95,6 +95,28 @@ class Function:
 
     run: Callable[[tuple[object, ...]], object]
     qualname: str = "function"
+
+
+class Opaque:
+    """A value that is not opened: ``qualname`` names its class or what would have made it.
+
+    ``flaw`` says why the value cannot be used: an UnsupportedError when tensors are in it, else an
+    UnsafePickleError.
+    """
+
+    __slots__ = ("flaw", "qualname")
+
+    def __init__(self, qualname: str, *, flaw: CheckpointError | None = None) -> None:
+        self.qualname = qualname
+        self.flaw = flaw
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether this stands for tensors that cannot be read."""
+        return isinstance(self.flaw, UnsupportedError)
+
+    def __repr__(self) -> str:
+        return f"Opaque({self.qualname!r})"
 
 
 class Repeated:

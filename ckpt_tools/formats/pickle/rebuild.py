@@ -16,10 +16,9 @@ from ckpt_tools.errors import NotReadError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.limits import (
     is_word,
 )
-from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, shown
+from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Opaque, shown
 from ckpt_tools.formats.pickle.torch_stubs import (
     STORAGES,
-    Opaque,
     Sign,
     Stored,
     StoredDTensor,
@@ -244,7 +243,7 @@ def _unless_flawed(run: Callable[[tuple[object, ...]], object]) -> Function:
         try:
             return run(args)
         except UnsupportedError as error:
-            return Opaque(_class_of(args), flaw=error)
+            return Opaque(_class_of(args), flaw=error.with_traceback(None))  # it holds frames
 
     return Function(guarded)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.core.plain_values import TorchValue
-from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.pickle.limits import MAX_NDIM
 from ckpt_tools.formats.pickle.nodes import shown
 
@@ -50,28 +50,6 @@ def dtype_name(value: object) -> str | None:
     """``float32`` of torch.float32 in a pickle, None of what is no element type."""
     named = isinstance(value, TorchValue) and is_dtype(value)
     return str(value).removeprefix("torch.") if named else None
-
-
-class Opaque:
-    """A value that is not opened: ``qualname`` names its class or what would have made it.
-
-    ``flaw`` says why the value cannot be used: an UnsupportedError when tensors are in it, else an
-    UnsafePickleError.
-    """
-
-    __slots__ = ("flaw", "qualname")
-
-    def __init__(self, qualname: str, *, flaw: CheckpointError | None = None) -> None:
-        self.qualname = qualname
-        self.flaw = flaw
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether this stands for tensors that cannot be read."""
-        return isinstance(self.flaw, UnsupportedError)
-
-    def __repr__(self) -> str:
-        return f"Opaque({self.qualname!r})"
 
 
 Sign = Literal["negated", "conjugated"]

@@ -246,7 +246,7 @@ def load_metadata(data: bytes, *, where: str, replay_from: int = _REPLAY_FROM) -
     bytes that are damaged.
     """
     with placed(where), collector_paused():
-        replay = Repetition(_SIZE) if len(data) >= replay_from else None
+        replay = Repetition(_SIZE).entries_after if len(data) >= replay_from else None
         value, _ = interpret(data, resolve=_resolved, storage=_no_storage, replay=replay)
         try:
             return _metadata(value, len(data))

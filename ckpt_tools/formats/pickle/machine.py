@@ -25,11 +25,10 @@ no number, is longer than its bytes.
 from __future__ import annotations
 
 import struct
-from codecs import escape_decode
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
-from ckpt_tools.errors import UnreadableError, UnsafePickleError, printable
+from ckpt_tools.errors import UnreadableError, printable
 from ckpt_tools.formats.pickle.limits import (
     BYTES_PER_OBJECT,
     FREE_OBJECTS,
@@ -46,15 +45,7 @@ from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Opaque, 
 
 _NEWEST_PROTOCOL = 5
 # What Python raises for texts, numbers and keys that are none, and our functions for odd arguments.
-_DAMAGE = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    MemoryError,
-    RecursionError,
-)
+_DAMAGE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 
 class CutPickleError(UnreadableError):
@@ -64,18 +55,16 @@ class CutPickleError(UnreadableError):
         super().__init__("is truncated: it ends inside of its pickle.")
 
 
-class Replay(Protocol):
-    """Takes the entries that follow one which was interpreted, as far as they are like it."""
-
-    def entries_after(self, machine: Machine, at: int) -> int:
-        """Push what the next entries make, and give where the first one begins that is unlike."""
+Replay: TypeAlias = "Callable[[Machine, int], int]"
 
 
 class Machine:
     """Stack and memo of one pickle. Of the stack, ``items`` is what lies above the last mark.
 
-    ``entry`` is for a replay, which keeps it: what follows a mark, or another entry. How many items
-    lie before it, where it begins in ``data``, and how long the memo was then.
+    After an object was filled, ``replay`` pushes what the next entries make, as far as they are
+    alike, and gives where the first one begins that is unlike. It keeps ``entry``: what follows a
+    mark, or another entry. How many items lie before it, where it begins in ``data``, and how long
+    the memo was then.
     """
 
     def __init__(
@@ -100,12 +89,12 @@ class Machine:
         """The value of the pickle, and where it ends.
 
         Raises CutPickleError when the data ends first, UnreadableError for a pickle that is damaged
-        or hostile, and UnsafePickleError for opcodes that call a class by its name.
+        or hostile, and what its functions raise.
         """
         at, data, steps = 0, self.data, _STEPS
         try:
             while (code := data[at]) != _STOP:
-                at = steps[code](self, at + 1)
+                at = steps[code](self, at + 1) or at + 1
             return self.items.pop(), at + 1
         except IndexError as error:
             if at >= len(data) or at + _WIDTHS.get(chr(data[at]), 0) >= len(data):
@@ -127,13 +116,6 @@ class Machine:
         items = self.items
         self.items, self.entry = self._below.pop()
         return items
-
-    def pop(self) -> None:
-        """Take an item, or the last mark."""
-        if self.items or not self._below:
-            self.items.pop()
-        else:
-            self.above_mark()
 
     def push_object(self, made: object, objects: int = 1) -> None:
         """Push a container or an object, and count it as so many."""
@@ -229,16 +211,29 @@ def _filled(target: object, state: object) -> None:
         raise TypeError(f"'{type(target).__name__}' object takes no state")
 
 
-# What an opcode does: its argument begins at the place that it is given; it gives where it ends.
-_Step = Callable[[Machine, int], int]
+# What an opcode does: its argument begins at the place that it is given; it gives where it ends,
+# and nothing when there is none.
+_Step = Callable[[Machine, int], int | None]
 
 
-def _constant(value: object, /) -> _Step:
-    def step(machine: Machine, at: int) -> int:
+def _constant(value: object) -> _Step:
+    def step(machine: Machine, _: int) -> None:
         machine.items.append(value)
-        return at
 
     return step
+
+
+def _protocol(machine: Machine, at: int) -> int:
+    if machine.data[at] > _NEWEST_PROTOCOL:
+        raise ValueError(f"unsupported pickle protocol: {machine.data[at]}")
+    return at + 1
+
+
+def _frame(machine: Machine, at: int) -> int:
+    """How many bytes follow at least: what lacks one in its middle is told by that."""
+    if at + 8 + int.from_bytes(machine.data[at : at + 8], "little") > len(machine.data):
+        raise CutPickleError
+    return at + 8
 
 
 def _byte(machine: Machine, at: int) -> int:
@@ -276,17 +271,6 @@ def _line(machine: Machine, at: int) -> tuple[bytes, int]:
     return machine.data[at : end - 1], end
 
 
-def _lined(value_of: Callable[[bytes], object]) -> _Step:
-    """A value in a line of text."""
-
-    def step(machine: Machine, at: int) -> int:
-        line, end = _line(machine, at)
-        machine.items.append(value_of(line))
-        return end
-
-    return step
-
-
 def _text(data: bytes) -> str:
     return str(data, "utf-8", "surrogatepass")
 
@@ -294,21 +278,6 @@ def _text(data: bytes) -> str:
 def _old_text(data: bytes) -> str:
     """A byte string of Python 2, as torch.load decodes it; only names and plain texts are used."""
     return str(data, "utf-8", "backslashreplace")
-
-
-def _quoted(line: bytes) -> str:
-    line = line.strip()
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in {b"'", b'"'}:
-        raise ValueError("the STRING opcode argument must be quoted")
-    return _old_text(escape_decode(line[1:-1])[0])
-
-
-def _int(line: bytes) -> int:
-    return line == b"01" if line in {b"00", b"01"} else int(line, 0)
-
-
-def _long_line(line: bytes) -> int:
-    return int(line.removesuffix(b"L"), 0)
 
 
 def _long(data: bytes) -> int | Opaque:
@@ -324,83 +293,44 @@ def _float(machine: Machine, at: int) -> int:
     return at + 8
 
 
-def _protocol(machine: Machine, at: int) -> int:
-    if machine.data[at] > _NEWEST_PROTOCOL:
-        raise ValueError(f"unsupported pickle protocol: {machine.data[at]}")
-    return at + 1
-
-
-def _frame(machine: Machine, at: int) -> int:
-    if at + 8 + int.from_bytes(machine.data[at : at + 8], "little") > len(machine.data):
-        raise CutPickleError
-    return at + 8
-
-
 def _new(make: Callable[[], object]) -> _Step:
-    def step(machine: Machine, at: int) -> int:
+    def step(machine: Machine, _: int) -> None:
         machine.push_object(make())
-        return at
 
     return step
 
 
-def _new_list(machine: Machine, at: int) -> int:
-    machine.push_object(machine.above_mark())
-    return at
-
-
-def _new_dict(machine: Machine, at: int) -> int:
-    items = machine.above_mark()
-    made: dict[object, object] = {}
-    machine.set_items(made, items)
-    machine.push_object(made)
-    return at
-
-
-def _new_frozenset(machine: Machine, at: int) -> int:
+def _new_frozenset(machine: Machine, _: int) -> None:
     items = machine.above_mark()
     machine.check_keys(items)
     machine.push_object(frozenset(items))
-    return at
 
 
-def _tuple(machine: Machine, at: int) -> int:
-    items = tuple(machine.above_mark())
-    machine.push_object(items)
-    return at
+def _tuple(machine: Machine, _: int) -> None:
+    machine.push_object((*machine.above_mark(),))
 
 
 def _tuple_of(count: int) -> _Step:
-    def step(machine: Machine, at: int) -> int:
-        items = machine.items
-        made = (*items[-count:],)
+    def step(machine: Machine, _: int) -> None:
+        made = (*machine.items[-count:],)
         if len(made) < count:
             raise IndexError
-        del items[-count:]
+        del machine.items[-count:]
         machine.push_object(made)
-        return at
 
     return step
 
 
-def _mark(machine: Machine, at: int) -> int:
+def _mark(machine: Machine, at: int) -> None:
     machine.begin(at)
-    return at
 
 
-def _pop(machine: Machine, at: int) -> int:
-    machine.pop()
-    return at
+def _pop(machine: Machine, _: int) -> None:
+    machine.items.pop()
 
 
-def _pop_mark(machine: Machine, at: int) -> int:
+def _pop_mark(machine: Machine, _: int) -> None:
     machine.above_mark()
-    return at
-
-
-def _dup(machine: Machine, at: int) -> int:
-    machine.items.append(machine.items[-1])
-    return at
 
 
 def _add_items(target: object, items: Iterable[object]) -> None:
@@ -412,19 +342,17 @@ def _add_items(target: object, items: Iterable[object]) -> None:
     target.extend(items)
 
 
-def _append(machine: Machine, at: int) -> int:
+def _append(machine: Machine, _: int) -> None:
     last = machine.items.pop()
     _add_items(machine.items[-1], (last,))
-    return at
 
 
-def _appends(machine: Machine, at: int) -> int:
+def _appends(machine: Machine, _: int) -> None:
     items = machine.above_mark()
     _add_items(machine.items[-1], items)
-    return at
 
 
-def _add_to_set(machine: Machine, at: int) -> int:
+def _add_to_set(machine: Machine, _: int) -> None:
     items = machine.above_mark()
     machine.check_keys(items)
     target = machine.items[-1]
@@ -432,10 +360,9 @@ def _add_to_set(machine: Machine, at: int) -> int:
         target.update(items)
     else:
         _add_items(target, items)
-    return at
 
 
-def _setitem(machine: Machine, at: int) -> int:
+def _setitem(machine: Machine, _: int) -> None:
     value = machine.items.pop()
     key = machine.items.pop()
     target = machine.items[-1]
@@ -443,13 +370,11 @@ def _setitem(machine: Machine, at: int) -> int:
         target[key] = value
     else:
         machine.set_items(target, (key, value))
-    return at
 
 
-def _setitems(machine: Machine, at: int) -> int:
+def _setitems(machine: Machine, _: int) -> None:
     items = machine.above_mark()
     machine.set_items(machine.items[-1], items)
-    return at
 
 
 def _global(machine: Machine, at: int) -> int:
@@ -459,56 +384,42 @@ def _global(machine: Machine, at: int) -> int:
     return end
 
 
-def _stack_global(machine: Machine, at: int) -> int:
+def _stack_global(machine: Machine, _: int) -> None:
     name = machine.items.pop()
     module = machine.items.pop()
     if type(module) is not str or type(name) is not str:
         raise TypeError("STACK_GLOBAL requires str")
     machine.items.append(machine.named(module, name))
-    return at
 
 
-def _reduce(machine: Machine, at: int) -> int:
+def _reduce(machine: Machine, _: int) -> None:
     args = machine.items.pop()
     machine.push_object(_called(machine.items.pop(), args), OBJECTS_OF_CALL)
-    return at
 
 
-def _newobj(machine: Machine, at: int) -> int:
+def _newobj(machine: Machine, _: int) -> None:
     args = machine.items.pop()
     machine.push_object(_made(machine.items.pop(), args), OBJECTS_OF_CALL)
-    return at
 
 
-def _newobj_ex(machine: Machine, at: int) -> int:
+def _newobj_ex(machine: Machine, _: int) -> None:
     kwargs = machine.items.pop()
     args = machine.items.pop()
     machine.push_object(_made(machine.items.pop(), args, kwargs), OBJECTS_OF_CALL)
-    return at
 
 
-def _build(machine: Machine, at: int) -> int:
+def _build(machine: Machine, at: int) -> int | None:
     state = machine.items.pop()
     _filled(machine.items[-1], state)
-    return at if machine.replay is None else machine.replay.entries_after(machine, at)
+    return machine.replay(machine, at) if machine.replay else None
 
 
-def _storage(machine: Machine, at: int) -> int:
+def _storage(machine: Machine, _: int) -> None:
     machine.items[-1] = machine.stored(machine.items[-1])
-    return at
 
 
-def _instance(machine: Machine, at: int) -> int:
-    module, middle = _line(machine, at)
-    name = b"%b.%b" % (module, _line(machine, middle)[0])
-    raise UnsafePickleError(
-        f"asks to call {_old_text(name)[:160]!a} in a way that torch never does; it was not run."
-    )
-
-
-def _memoize(machine: Machine, at: int) -> int:
+def _memoize(machine: Machine, _: int) -> None:
     machine.memo.append(machine.items[-1])
-    return at
 
 
 def _put(width: int) -> _Step:
@@ -532,80 +443,39 @@ def _long_get(machine: Machine, at: int) -> int:
     return at + 4
 
 
-def _put_line(machine: Machine, at: int) -> int:
-    number, end = _line_number(machine, at)
-    machine.memo.put(number, machine.items[-1])
-    return end
-
-
-def _get_line(machine: Machine, at: int) -> int:
-    number, end = _line_number(machine, at)
-    machine.items.append(machine.memo.get(number))
-    return end
-
-
-def _line_number(machine: Machine, at: int) -> tuple[int, int]:
-    digits, end = _line(machine, at)
-    if not digits.isdigit() or len(digits) > 10:
-        raise UnreadableError(
-            f"is damaged: a memo number in its pickle is not a number, at byte {at:,}."
-        )
-    return int(digits), end
-
-
 def _refused(_machine: Machine, at: int) -> int:
-    raise UnreadableError(f"has an opcode at byte {at - 1:,} that torch never writes.")
-
-
-def _unknown(_machine: Machine, at: int) -> int:
-    raise UnreadableError(f"is damaged: its pickle has no opcode at byte {at - 1:,}.")
+    raise UnreadableError(
+        f"is damaged, or of pickle protocol 0 or 1: byte {at - 1:,} is no opcode that torch writes."
+    )
 
 
 _STOP = ord(".")
-_WIDTHS = {
-    "\x80": 1,
-    "K": 1,
-    "h": 1,
-    "j": 4,
-    "q": 1,
-    "r": 4,
-}  # bytes of arguments that are looked up
+# Bytes of arguments that are looked up, not sliced.
+_WIDTHS = {"\x80": 1, "K": 1, "h": 1, "j": 4, "q": 1, "r": 4}
 _OF_OPCODE: dict[str, _Step] = {
-    **dict.fromkeys("Po\x82\x83\x84\x97\x98", _refused),
     "(": _mark,
     ")": _constant(()),
     "0": _pop,
     "1": _pop_mark,
-    "2": _dup,
     "B": _counted(4, bytes),
     "C": _counted(1, bytes),
-    "F": _lined(float),
     "G": _float,
-    "I": _lined(_int),
     "J": _number(4, signed=True),
     "K": _byte,
-    "L": _lined(_long_line),
     "M": _number(2, signed=False),
     "N": _constant(None),
     "Q": _storage,
     "R": _reduce,
-    "S": _lined(_quoted),
     "T": _counted(4, _old_text),
     "U": _counted(1, _old_text),
-    "V": _lined(lambda line: line.decode("raw-unicode-escape")),
     "X": _counted(4, _text),
     "]": _new(list),
     "a": _append,
     "b": _build,
     "c": _global,
-    "d": _new_dict,
     "e": _appends,
-    "g": _get_line,
     "h": _get,
-    "i": _instance,
     "j": _long_get,
-    "l": _new_list,
-    "p": _put_line,
     "q": _put(1),
     "r": _put(4),
     "s": _setitem,
@@ -617,7 +487,8 @@ _OF_OPCODE: dict[str, _Step] = {
     "\x85": _tuple_of(1),
     "\x86": _tuple_of(2),
     "\x87": _tuple_of(3),
-    **{code: _constant(code == "\x88") for code in "\x88\x89"},
+    "\x88": _constant(value=True),
+    "\x89": _constant(value=False),
     "\x8a": _counted(1, _long),
     "\x8b": _counted(4, _long),
     "\x8c": _counted(1, _text),
@@ -632,4 +503,4 @@ _OF_OPCODE: dict[str, _Step] = {
     "\x95": _frame,
     "\x96": _counted(8, bytearray),
 }
-_STEPS: list[_Step] = [_OF_OPCODE.get(chr(code), _unknown) for code in range(256)]
+_STEPS: list[_Step] = [_OF_OPCODE.get(chr(code), _refused) for code in range(256)]

@@ -381,7 +381,6 @@ def test_what_is_not_plain_is_opaque(data: bytes, qualname: str) -> None:
 HEAVY_KEY = b"(" + b"K\x00" * 1000 + b"tq\x00"
 LOOP = b"]q\x00h\x00a."
 HOSTILE = {
-    "memo index of 2**28": END + b"Nr\x00\x00\x00\x10.",
     "key of tuples that share": END + b"}" + shared_tuples(60) + b"Ns.",
     "key that is nested deep": END + b"}N" + b"\x85" * 100_000 + b"Ns.",
     "long key again and again": END + b"}" + HEAVY_KEY + b"N" + b"sh\x00N" * 10 + b"s.",
@@ -432,6 +431,15 @@ def test_hostile_pickles_end_in_our_error_and_little_memory(load_one: object, da
     finally:
         tracemalloc.stop()
     assert peak < 400_000_000
+
+
+def test_a_memo_number_of_a_billion_costs_nothing() -> None:
+    tracemalloc.start()
+    try:
+        assert load(END + b"]Nr\x00\x00\x00\x400j\x00\x00\x00\x40a.") == [None]
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("protocol", [2, 4])

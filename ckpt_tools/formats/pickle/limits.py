@@ -25,8 +25,6 @@ FREE_OBJECTS = 50_000
 BYTES_PER_OBJECT = 4
 OBJECTS_OF_CALL = 2
 MAX_MARKS = 10_000
-# torch numbers the memo without gaps; pickletools.optimize and old writers leave small ones.
-MAX_MEMO_GAP = 1 << 16
 # How much work it is to hash a key: 0 costs nothing, this too much. What a call made, and a long
 # number, weighs a little.
 HEAVY_KEY = 250

@@ -26,7 +26,7 @@ from ckpt_tools.errors import CheckpointError, IncompleteError, UnsafePickleErro
 from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of, fetched, unpacked
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.nodes import Opaque
-from ckpt_tools.formats.pickle.torch_stubs import Stored, StoredTensor
+from ckpt_tools.formats.pickle.stored import Stored, StoredTensor
 from ckpt_tools.formats.protocol import Index, lengths_of
 from ckpt_tools.formats.torch_file.locate import resolved, strides_of
 from ckpt_tools.formats.zip import read as torch_zip

@@ -28,7 +28,7 @@ from ckpt_tools.formats.pickle.limits import (
     is_word,
 )
 from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Opaque, call, shown
-from ckpt_tools.formats.pickle.torch_stubs import (
+from ckpt_tools.formats.pickle.stored import (
     LAYOUTS,
     Stored,
     StoredPieces,

@@ -31,7 +31,7 @@ from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.limits import MAX_INT_BITS
 from ckpt_tools.formats.pickle.nodes import Global, Instance, call, is_key
-from ckpt_tools.formats.pickle.torch_stubs import LAYOUTS, STORAGES
+from ckpt_tools.formats.pickle.stored import LAYOUTS, STORAGES
 
 
 class NotPicklableError(Exception):

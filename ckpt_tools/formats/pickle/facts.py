@@ -9,7 +9,7 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_PLAIN,
 )
 from ckpt_tools.formats.pickle.nodes import Opaque, is_key
-from ckpt_tools.formats.pickle.torch_stubs import Stored
+from ckpt_tools.formats.pickle.stored import Stored
 
 
 class Facts(NamedTuple):

@@ -31,7 +31,7 @@ from ckpt_tools.formats.pickle.rebuild import (
     refused_function,
     storage_from_id,
 )
-from ckpt_tools.formats.pickle.torch_stubs import StoredStorage, is_dtype
+from ckpt_tools.formats.pickle.stored import StoredStorage, is_dtype
 
 _REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
 _FIRST_READ = 64 * 1024

@@ -32,7 +32,7 @@ from ckpt_tools.formats.pickle.limits import (
     USUAL_NAME,
 )
 from ckpt_tools.formats.pickle.nodes import is_key
-from ckpt_tools.formats.pickle.torch_stubs import Stored
+from ckpt_tools.formats.pickle.stored import Stored
 
 _FLAT = frozenset({"_flat_param", "flat_param"})
 

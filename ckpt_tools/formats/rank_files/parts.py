@@ -18,7 +18,7 @@ from ckpt_tools.core.index import ByteRange, Chunk
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.errors import CheckpointError, UnsupportedError
-from ckpt_tools.formats.pickle.torch_stubs import Stored, StoredDTensor, StoredPieces, StoredTensor
+from ckpt_tools.formats.pickle.stored import Stored, StoredDTensor, StoredPieces, StoredTensor
 from ckpt_tools.formats.torch_file.dtensor_read import held_box, layout_of, pieces_of
 from ckpt_tools.formats.torch_file.locate import strides_of
 from ckpt_tools.formats.torch_file.open import SavedFile, byte_range_of

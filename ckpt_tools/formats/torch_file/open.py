@@ -16,7 +16,7 @@ from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.foreign import HEAD, sniff
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import load as pickles
-from ckpt_tools.formats.pickle.torch_stubs import StoredStorage, StoredTensor
+from ckpt_tools.formats.pickle.stored import StoredStorage, StoredTensor
 from ckpt_tools.formats.torch_file import legacy as torch_legacy
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip.read import Record

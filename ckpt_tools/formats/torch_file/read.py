@@ -31,7 +31,7 @@ from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf, flatten
-from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredPieces, StoredTensor
+from ckpt_tools.formats.pickle.stored import StoredDTensor, StoredPieces, StoredTensor
 from ckpt_tools.formats.torch_file import dtensor_read as dtensors
 from ckpt_tools.formats.torch_file.locate import strides_of
 from ckpt_tools.formats.torch_file.open import SavedFile, byte_range_of, open_saved

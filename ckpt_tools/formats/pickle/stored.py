@@ -60,7 +60,6 @@ class StoredStorage(NamedTuple):
 
     key: str
     dtype: str | None
-    location: str
     numel: int
 
 
@@ -76,8 +75,6 @@ class StoredTensor:
     storage_offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    requires_grad: bool = False
-    is_parameter: bool = False
     sign: Sign | None = None
 
     @property
@@ -120,7 +117,6 @@ class StoredMesh:
     dim_names: tuple[str, ...] | None
     coordinate: tuple[int, ...] | None
     rank: int | None
-    device_type: str
     # Equal meshes share it, and it can be long: a hash without it tells meshes apart as well.
     rank_map: tuple[object, ...] | None = field(hash=False)
     strides: tuple[int, ...] | None
@@ -145,7 +141,7 @@ class StoredMesh:
 
 @dataclass(frozen=True, slots=True)
 class StoredDTensor:
-    """One rank's shard of a distributed tensor; ``shape`` and ``strides`` are the whole tensor's.
+    """One rank's shard of a distributed tensor of this whole ``shape``.
 
     ``shard_order`` lists, per cut tensor dimension, the mesh dimensions from the first cut to the
     last, where the file says so.
@@ -153,12 +149,10 @@ class StoredDTensor:
 
     local: StoredTensor
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
     dtype: str
     mesh: StoredMesh
     placements: tuple[StoredPlacement, ...]
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
-    requires_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)

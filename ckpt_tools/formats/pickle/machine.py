@@ -82,7 +82,7 @@ class Machine:
         self.stored = stored
         self.replay = replay
         self._below: list[tuple[list[object], tuple[int, int, int]]] = []
-        self._most_objects = self._objects_left = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
+        self._most_objects = self.objects_left = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
         self._heavy_keys = 0
 
     def run(self) -> tuple[object, int]:
@@ -91,15 +91,22 @@ class Machine:
         Raises CutPickleError when the data ends first, UnreadableError for a pickle that is damaged
         or hostile, and what its functions raise.
         """
-        at, data, steps = 0, self.data, _STEPS
+        at, code, data, steps = 0, 0, self.data, _STEPS
         try:
-            while (code := data[at]) != _STOP:
-                at = steps[code](self, at + 1) or at + 1
-            return self.items.pop(), at + 1
+            while True:
+                code = data[at]
+                at += 1
+                if code == _STOP:
+                    break
+                if (end := steps[code](self, at)) is not None:
+                    at = end
+            if self.objects_left < 0:
+                raise self._too_many()
+            return self.items.pop(), at
         except IndexError as error:
-            if at >= len(data) or at + _WIDTHS.get(chr(data[at]), 0) >= len(data):
+            if at + _WIDTHS.get(chr(code), 0) > len(data) or (at == len(data) and code != _STOP):
                 raise CutPickleError from error
-            raise UnreadableError(f"is damaged: it holds no pickle, at byte {at:,}.") from error
+            raise UnreadableError(f"is damaged: it holds no pickle, at byte {at - 1:,}.") from error
         except _DAMAGE as error:
             raise _damage(error) from error
 
@@ -109,7 +116,8 @@ class Machine:
             raise UnreadableError(f"is nested more than {MAX_MARKS:,} deep.")
         self._below.append((self.items, self.entry))
         self.items = []
-        self.entry = (0, at, len(self.memo))
+        if self.replay:
+            self.entry = (0, at, len(self.memo))
 
     def above_mark(self) -> list[object]:
         """The items above the last mark, which are taken off the stack with it."""
@@ -120,11 +128,14 @@ class Machine:
     def push_object(self, made: object, objects: int = 1) -> None:
         """Push a container or an object, and count it as so many."""
         self.items.append(made)
-        self._objects_left -= objects
-        if self._objects_left < 0:
-            raise UnreadableError(
-                f"is hostile: more than {self._most_objects:,} objects in {len(self.data):,} bytes."
-            )
+        self.objects_left -= objects
+        if self.objects_left < 0:
+            raise self._too_many()
+
+    def _too_many(self) -> UnreadableError:
+        return UnreadableError(
+            f"is hostile: more than {self._most_objects:,} objects in {len(self.data):,} bytes."
+        )
 
     def check_keys(self, keys: Sequence[object]) -> None:
         """Check that these values may be hashed."""
@@ -312,11 +323,11 @@ def _tuple(machine: Machine, _: int) -> None:
 
 def _tuple_of(count: int) -> _Step:
     def step(machine: Machine, _: int) -> None:
-        made = (*machine.items[-count:],)
-        if len(made) < count:
+        items = machine.items
+        if len(items) < count:
             raise IndexError
-        del machine.items[-count:]
-        machine.push_object(made)
+        items[-count:] = [tuple(items[-count:])]
+        machine.objects_left -= 1
 
     return step
 

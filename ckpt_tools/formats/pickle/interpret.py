@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _compat_pickle
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -58,22 +59,11 @@ def placed(where: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        link = " " if error.message.startswith(_VERBS) else ": "
+        link = " " if _VERB.match(error.message) else ": "
         raise error.at(where, link) from error
 
 
-_VERBS: tuple[str, ...] = (
-    "asks ",
-    "describes ",
-    "does ",
-    "gives ",
-    "has ",
-    "holds ",
-    "is ",
-    "lists ",
-    "places ",
-    "unfolds ",
-)
+_VERB = re.compile("(asks|describes|does|gives|has|holds|is|lists|places|unfolds) ")
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     names = _Names(len(data), None)
     with placed(where), collector_paused():
         try:
-            value, _ = interpret(data, resolve=names, storage=_named)
+            value, _ = interpret(data, resolve=names, storage=lambda _: Opaque("torch.Tensor"))
         except UnsafePickleError:
             _refuse_sharded_tensor(data)
             raise
@@ -125,10 +125,6 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     if found.odd is None:
         return made  # type: ignore[return-value]  # looked through
     return Opaque(found.odd if "." in found.odd else f"builtins.{found.odd}")
-
-
-def _named(_pid: object) -> Opaque:
-    return Opaque("torch.Tensor")
 
 
 class _Names:

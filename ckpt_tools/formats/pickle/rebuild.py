@@ -245,7 +245,11 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
         return dtensor_of(inner, state)
     if function is _REBUILD_WRAPPER and type(state) is dict and len(inner) > 2:
         weight = state.get(_WEIGHT_OF.get(_class_of(args), ""))
-        if type(weight) is StoredTensor and _is_as_stated(weight, inner):
+        shape = as_counts(inner[2], "the shape of a tensor")
+        if type(weight) is StoredTensor and (dtype_name(inner[1]), shape) == (
+            weight.dtype,
+            weight.shape,
+        ):
             return weight
     if _asked(kind) not in ("torch.Tensor", *_PARAMETERS) or not isinstance(function, Function):
         name = getattr(kind, "qualname", None) or shown(kind)
@@ -254,15 +258,6 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
         raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=RESAVE)
     made = function.run(inner)
     return _with_attributes(made, state) if isinstance(made, StoredTensor) else made
-
-
-def _is_as_stated(weight: StoredTensor, inner: tuple[object, ...]) -> bool:
-    """Whether a weight has the element type and the shape that its class says of itself."""
-    dtype, shape = inner[1:3]
-    return (
-        dtype_name(dtype) == weight.dtype
-        and as_counts(shape, "the shape of a tensor") == weight.shape
-    )
 
 
 _REBUILD_FROM_TYPE = _unless_flawed(_rebuild_from_type)

@@ -32,26 +32,29 @@ class Memo:
         self._values: list[object] = []  # from number `_first` on
         # By other numbers: `pickletools.optimize` leaves gaps, a damaged pickle repeats one.
         self._others: dict[int, object] = {}
+        self._behind_gaps = 0
+        self.is_dense = True
         self.append, self.get = self._values.append, self._values.__getitem__
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether each value has had the next number."""
-        return not self._others
-
     def __len__(self) -> int:
-        return self._first + len(self._values) + len(self._others)
+        return self._first + len(self._values) + self._behind_gaps
 
     def put(self, number: int, value: object) -> None:
         """Remember a value under a number."""
-        if number == self._first + len(self._values) and not self._others:
+        place = number - self._first
+        if place == len(self._values) and not self._others:
             self.append(value)
-        else:
-            self._others[number] = value
-            self.append, self.get = self._append, self._get
+            return
+        self.is_dense = False
+        if 0 <= place < len(self._values):
+            self._values[place] = value
+            return
+        self._behind_gaps += place >= 0 and number not in self._others
+        self._others[number] = value
+        self.append, self.get = self._append, self._get
 
     def _append(self, value: object) -> None:
-        self._others[len(self)] = value
+        self.put(len(self), value)
 
     def _get(self, number: int) -> object:
         if number in self._others:

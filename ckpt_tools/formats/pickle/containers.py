@@ -239,6 +239,7 @@ class _Settler:
         self._values = ClosedValues(is_allowed, self._text, length)
         flaw = unknown_error(unknown) if unknown else None
         self._unknown = {name: Opaque(Global(name).qualname, flaw=flaw) for name in unknown}
+        self._modules: dict[str, Opaque] = {}
         self._closed: dict[int, Opaque | TorchValue | PickledValue] = {}
 
     def settle(self, value: object, depth: int) -> object:
@@ -297,7 +298,10 @@ class _Settler:
             if cls == _TORCH_VERSION and type(text) is str and _VERSION.fullmatch(text):
                 return TorchValue(f"{cls.qualname}({text!r})")
             if type(value.state) is dict and {"_parameters", "_modules"} <= value.state.keys():
-                return Opaque(cls.qualname, flaw=module_error(cls.qualname))
+                if cls.name not in self._modules:
+                    flaw = module_error(cls.qualname)
+                    self._modules[cls.name] = Opaque(cls.qualname, flaw=flaw)
+                return self._modules[cls.name]
         return self._unknown.get(cls.name) or self._pickled(value, cls.qualname)
 
     def _pickled(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from functools import partial
 
 from ckpt_tools.core.plain_values import PickledValue, Size, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH
@@ -60,8 +61,8 @@ class Containers:
             "_codecs.encode": Function(self._encode),
             "builtins.bytes": Function(self._bytes, "builtins.bytes"),
             "builtins.complex": Function(self._complex, "builtins.complex"),
-            "builtins.frozenset": Function(self._frozenset, "builtins.frozenset"),
-            "builtins.set": Function(self._set, "builtins.set"),
+            "builtins.frozenset": Function(partial(self._set, frozenset), "builtins.frozenset"),
+            "builtins.set": Function(partial(self._set, set), "builtins.set"),
             "builtins.type": Function(self._type, "builtins.type"),
             "collections.Counter": Function(self._counter, "collections.Counter"),
             "collections.OrderedDict": Function(self._dict, "collections.OrderedDict"),
@@ -97,14 +98,14 @@ class Containers:
             return complex(real, imag)
         return Opaque("builtins.complex")
 
-    def _set(self, args: tuple[object, ...]) -> object:
-        items = args[0] if args else ()
+    def _set(self, kind: type[set[object] | frozenset[object]], args: tuple[object, ...]) -> object:
+        name, items = f"builtins.{kind.__name__}", args[0] if args else ()
         if not isinstance(items, list | tuple):
-            return Opaque("builtins.set")
+            return Opaque(name)
         self._copy(BYTES_OF_ITEM * len(items))
         if all(type(item) in _ATOMS for item in items):
-            return set(items)
-        return call(Global("builtins.set"), *args)
+            return kind(items)
+        return call(Global(name), *args)
 
     def _type(self, args: tuple[object, ...]) -> object:
         """``(None,)``: how pickle writes the class of a constant. With more, it makes a class."""
@@ -120,12 +121,6 @@ class Containers:
                 kind, whole=args[2:] == (None,)
             )  # else with a dict's items, or the like
         return Opaque(getattr(kind, "qualname", "builtins.object"))
-
-    def _frozenset(self, args: tuple[object, ...]) -> object:
-        made = self._set(args)
-        if isinstance(made, set):
-            return frozenset(made)
-        return call(Global("builtins.frozenset"), *args)
 
     def _counter(self, args: tuple[object, ...]) -> object:
         return args[0] if args and type(args[0]) is dict else {}

@@ -33,7 +33,6 @@ from ckpt_tools.formats.pickle.limits import (
     BYTES_PER_OBJECT,
     FREE_OBJECTS,
     HEAVY_KEY,
-    MADE_KEY,
     MAX_HEAVY_KEYS,
     MAX_LONG,
     MAX_MARKS,
@@ -41,7 +40,15 @@ from ckpt_tools.formats.pickle.limits import (
     OBJECTS_OF_CALL,
 )
 from ckpt_tools.formats.pickle.memo import Memo
-from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Opaque, Repeated
+from ckpt_tools.formats.pickle.nodes import (
+    LIGHT_KEYS,
+    Function,
+    Global,
+    Instance,
+    Opaque,
+    Repeated,
+    key_weight,
+)
 
 _NEWEST_PROTOCOL = 5
 # What Python raises for texts, numbers and keys that are none, and our functions for odd arguments.
@@ -139,9 +146,9 @@ class Machine:
 
     def check_keys(self, keys: Sequence[object]) -> None:
         """Check that these values may be hashed."""
-        if all(kind in _LIGHT or issubclass(kind, Repeated) for kind in set(map(type, keys))):
+        if all(kind in LIGHT_KEYS or issubclass(kind, Repeated) for kind in set(map(type, keys))):
             return
-        weights = list(filter(None, map(_weight, keys)))
+        weights = list(filter(None, map(key_weight, keys)))
         self._heavy_keys += len(weights)
         if max(weights, default=0) >= HEAVY_KEY or self._heavy_keys > MAX_HEAVY_KEYS:
             raise UnreadableError("is hostile: its dicts have keys that take too long to compare.")
@@ -159,24 +166,6 @@ class Machine:
             target.pairs.extend(zip(keys, items[1::2], strict=True))
         else:
             raise TypeError(f"'{type(target).__name__}' object does not support item assignment")
-
-
-_LIGHT = frozenset({str, bytes, float, bool, type(None), Global, Instance})
-
-
-def _weight(key: object) -> int:
-    """How much work it is to hash a value: a tuple weighs 1, and 1 and more for each item."""
-    weight, left = 0, [key]
-    while left and weight < HEAVY_KEY:
-        value = left.pop()
-        if isinstance(value, tuple):
-            weight += 1 + len(value)
-            left.extend(value[:HEAVY_KEY])
-        elif type(value) is int:
-            weight += MADE_KEY if value.bit_length() > 64 else 0
-        elif type(value) not in _LIGHT and not isinstance(value, Repeated):
-            weight += MADE_KEY
-    return weight
 
 
 def _damage(error: Exception) -> UnreadableError:

@@ -8,6 +8,7 @@ import pickle
 import sys
 import tracemalloc
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,9 @@ from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS, load_metadata
 from ckpt_tools.formats.pickle.containers import Containers
 from ckpt_tools.formats.pickle.interpret import interpret
 from ckpt_tools.formats.pickle.load import load_plain, load_stream, load_tensors
-from ckpt_tools.formats.pickle.nodes import Instance
+from ckpt_tools.formats.pickle.nodes import Instance, Opaque
 from ckpt_tools.formats.pickle.rebuild import TENSOR_CLASSES, TENSOR_FUNCTIONS
-from ckpt_tools.formats.pickle.torch_stubs import (
-    Opaque,
+from ckpt_tools.formats.pickle.stored import (
     StoredDTensor,
     StoredPlacement,
     StoredStorage,
@@ -175,18 +175,15 @@ def test_tied_tensors_share_a_storage() -> None:
     assert len(set(keys)) < len(keys)
 
 
-def test_a_parameter_is_told_from_a_tensor() -> None:
+def test_a_parameter_is_its_tensor() -> None:
     data = calls("torch._utils._rebuild_parameter", tensor(), b"\x88", b"}")
-    found = load(data)
-    assert isinstance(found, StoredTensor)
-    assert found.is_parameter
-    assert found.requires_grad
+    assert load(data) == load(END + tensor() + b".")
 
 
 def test_a_storage_on_another_device_is_read_like_any() -> None:
     found = entry("C47_cuda_npu_tagged/full_npu.pt", "w")
     assert isinstance(found, StoredTensor)
-    assert found.storage == StoredStorage("0", "float32", "npu:0", 8)
+    assert found.storage == StoredStorage("0", "float32", 8)
 
 
 def test_a_sharded_tensor_is_named_before_the_getattr_beside_it() -> None:
@@ -351,7 +348,7 @@ def test_a_global_with_control_characters_is_shown_on_one_line() -> None:
 # ------------------------------------------------------------------------------------ plain values
 
 
-@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize(
     "value",
     [None, True, 7, -(2**40), 1.5, "text ü", [1, [2.0]], (1, "a"), {"a": {1: None}}],
@@ -366,7 +363,7 @@ def test_plain_values_come_back(value: object, protocol: int) -> None:
     [
         (END + tensor() + b".", "torch.Tensor"),
         (plain({b"key": 3}), "builtins.dict"),
-        (END + b"V\\ud800\n.", "builtins.str"),
+        (END + b"\x8c\x03\xed\xa0\x80.", "builtins.str"),
         (END + b"\x8a\xff" + b"\x7f" * 255 + b".", "builtins.int"),
     ],
 )
@@ -381,38 +378,38 @@ def test_what_is_not_plain_is_opaque(data: bytes, qualname: str) -> None:
 HEAVY_KEY = b"(" + b"K\x00" * 1000 + b"tq\x00"
 LOOP = b"]q\x00h\x00a."
 HOSTILE = {
-    "memo index of 2**28": END + b"Nr\x00\x00\x00\x10.",
-    "memo index in text": b"Np268435456\n.",
-    "memo index of no digits": b"Np-1\n.",
     "key of tuples that share": END + b"}" + shared_tuples(60) + b"Ns.",
-    "key of tuples that share by DUP": END + b"})" + b"2\x86" * 60 + b"Ns.",
     "key that is nested deep": END + b"}N" + b"\x85" * 100_000 + b"Ns.",
     "long key again and again": END + b"}" + HEAVY_KEY + b"N" + b"sh\x00N" * 10 + b"s.",
-    "key that is a long number": END + b"}\x8b\x10\x27\x00\x00" + b"\x01" * 10_000 + b"Ns.",
     "set of tuples that share": b"\x80\x04\x8f(" + shared_tuples(60) + b"\x90.",
     "frozenset of tuples that share": b"\x80\x04(" + shared_tuples(60) + b"\x91.",
-    "dict opcode with such a key": END + b"(" + shared_tuples(60) + b"Nd.",
     "value that contains itself": END + LOOP,
-    "lists that share": END + b"]" + b"q\x00(h\x00h\x00l" * 60 + b".",
-    "a name that is no text": END + b"}V\\ud800\nK\x01s.",
+    "lists that share": END + b"]" + b"q\x00](h\x00h\x00e" * 60 + b".",
+    "a name that is no text": END + b"}\x8c\x03\xed\xa0\x80K\x01s.",
     "a class again and again, and many": END
-    + (b"(" + b"ca\nb\n" * 50_000 + b"".join(b"ca\nb%d\n" % n for n in range(1000)) + b"l."),
-    "lists nested deep": END + b"(" * 100_000 + b"l" * 100_000 + b".",
-    "sets without end": b"\x80\x04(" + b"\x8f" * 400_000 + b"l.",
+    + (b"](" + b"ca\nb\n" * 200_000 + b"".join(b"ca\nb%d\n" % n for n in range(1000)) + b"e."),
+    "objects of a class without end": END
+    + (b"](" + name("a.b") + b"q\x00" + b"h\x00)\x81" * 200_000 + b"e."),
+    "objects of a class that is known": END
+    + (b"](" + name("argparse.Namespace") + b"q\x00" + b"h\x00)\x81" * 200_000 + b"e."),
+    "calls without end": END
+    + (b"](" + name("collections.OrderedDict") + b"q\x00" + b"h\x00)R" * 200_000 + b"e."),
+    "tuples without end": END + b"](" + b"N\x85" * 200_000 + b"e.",
+    "marks without end": END + b"(" * 200_000 + b"1" * 200_000 + b"N.",
+    "lists nested deep": END + b"]" * 60_000 + b"a" * 59_999 + b".",
+    "sets without end": b"\x80\x04](" + b"\x8f" * 400_000 + b"e.",
     "text of 2**62 bytes": b"\x80\x04\x8d\x00\x00\x00\x00\x00\x00\x00\x40.",
     "bytes of 2**62 bytes": b"\x80\x04\x8e\x00\x00\x00\x00\x00\x00\x00\x40.",
     "bytearray of 2**62 bytes": b"\x80\x05\x96\x00\x00\x00\x00\x00\x00\x00\x40.",
     "frame of 2**62 bytes": b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x40.",
     "bytes copied again and again": END
-    + (b"(" + name("_codecs.encode") + b"q\x01" + text("a" * 100_000))
-    + (text("latin1") + b"\x86q\x02R" + b"h\x01h\x02R" * 2000 + b"l."),
+    + (b"](" + name("_codecs.encode") + b"q\x01" + text("a" * 100_000))
+    + (text("latin1") + b"\x86q\x02R" + b"h\x01h\x02R" * 2000 + b"e."),
     "sets copied again and again": END
-    + (b"(" + name("builtins.set") + b"q\x01(" + b"K\x01" * 100_000 + b"l\x85q\x02R")
-    + (b"h\x01h\x02R" * 2000 + b"l."),
+    + (b"](" + name("builtins.set") + b"q\x01](" + b"K\x01" * 100_000 + b"e\x85q\x02R")
+    + (b"h\x01h\x02R" * 2000 + b"e."),
     "extension code": b"\x80\x02\x82\x01.",
     "out-of-band buffer": b"\x80\x05\x97.",
-    "object of Python 1": b"(" + name("torch.Size") + b"o.",
-    "persistent id as text": b"P0\n.",
     "no opcode": b"\x80\x02\xff.",
     "nothing": b"",
     "no end": b"\x80\x02}",
@@ -433,9 +430,25 @@ def test_hostile_pickles_end_in_our_error_and_little_memory(load_one: object, da
     assert peak < 100_000_000
 
 
-def test_an_old_class_that_is_called_by_name_is_named() -> None:
-    with pytest.raises(UnsafePickleError, match=r"os\.system"):
-        load(b"(S'id'\nios\nsystem\n.")
+def test_a_memo_number_of_a_billion_costs_nothing() -> None:
+    tracemalloc.start()
+    try:
+        assert load(END + b"]Nr\x00\x00\x00\x400j\x00\x00\x00\x40a.") == [None]
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_many_real_objects_are_no_attack(protocol: int) -> None:
+    days = [(date.fromordinal(number), {}) for number in range(1, 40_000)]
+    assert len(load(pickle.dumps(days, protocol))) == len(days)
+
+
+@pytest.mark.parametrize("data", [b"(S'id'\nios\nsystem\n.", pickle.dumps({"a": 1}, 0)])
+def test_the_oldest_protocols_are_refused_by_name(data: bytes) -> None:
+    with pytest.raises(UnreadableError, match="pickle protocol 0 or 1"):
+        load(data)
 
 
 NAMES = sorted({*TENSOR_CLASSES, *TENSOR_FUNCTIONS, *METADATA_GLOBALS, *Containers(0).table})

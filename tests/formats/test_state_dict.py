@@ -4,14 +4,14 @@ import pytest
 
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import facts
+from ckpt_tools.formats.pickle.nodes import Opaque
 from ckpt_tools.formats.pickle.state_dict import flatten
-from ckpt_tools.formats.pickle.torch_stubs import (
-    Opaque,
+from ckpt_tools.formats.pickle.stored import (
     StoredStorage,
     StoredTensor,
 )
 
-T = StoredTensor(StoredStorage("0", "float32", "cpu", 4), "float32", 0, (4,), (1,))
+T = StoredTensor(StoredStorage("0", "float32", 4), "float32", 0, (4,), (1,))
 
 
 def paths(value: object) -> list[tuple[str | int, ...]]:

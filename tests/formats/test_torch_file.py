@@ -23,7 +23,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.pickle.torch_stubs import StoredStorage, StoredTensor
+from ckpt_tools.formats.pickle.stored import StoredStorage, StoredTensor
 from ckpt_tools.formats.torch_file import read as torch_file
 from ckpt_tools.formats.torch_file.open import byte_range_of
 from ckpt_tools.formats.zip.read import Record
@@ -290,14 +290,14 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_record_that_is_not_as_long_as_its_storage_is_refused() -> None:
-    storage = StoredStorage("7", "float32", "cpu", 48)
+    storage = StoredStorage("7", "float32", 48)
     tensor = StoredTensor(storage, "float32", 0, (48,), (1,))
     with pytest.raises(UnreadableError, match=r"storage '7' has 100 bytes, .* saved with 192"):
         byte_range_of(tensor, Record(64, 100, None), "model.pt")
 
 
 def test_a_view_that_leaves_its_storage_is_refused() -> None:
-    storage = StoredStorage("7", "float32", "cpu", 48)
+    storage = StoredStorage("7", "float32", 48)
     tensor = StoredTensor(storage, "float32", 40, (3, 3), (3, 1))
     with pytest.raises(UnreadableError, match="bytes 160 to 196 of storage '7', which has 192"):
         byte_range_of(tensor, Record(64, 192, None), "model.pt")

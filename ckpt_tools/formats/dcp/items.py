@@ -33,7 +33,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.nodes import shown
 from ckpt_tools.formats.pickle.rebuild import RESAVE
-from ckpt_tools.formats.pickle.torch_stubs import Stored, StoredTensor
+from ckpt_tools.formats.pickle.stored import Stored, StoredTensor
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart, is_there, lengths_of, plain_parts
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved, strides_of
 from ckpt_tools.formats.zip import checksums

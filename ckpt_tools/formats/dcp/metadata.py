@@ -22,7 +22,7 @@ from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, pla
 from ckpt_tools.formats.pickle.limits import MAX_NDIM, TextBound, is_word
 from ckpt_tools.formats.pickle.nodes import Columns, Function, Global, Instance, Repeated, shown
 from ckpt_tools.formats.pickle.replay import Repetition
-from ckpt_tools.formats.pickle.torch_stubs import as_counts, dtype_name, is_dtype
+from ckpt_tools.formats.pickle.stored import as_counts, dtype_name, is_dtype
 from ckpt_tools.storage.paths import inside
 
 Offsets = tuple[int, ...]
@@ -246,7 +246,7 @@ def load_metadata(data: bytes, *, where: str, replay_from: int = _REPLAY_FROM) -
     bytes that are damaged.
     """
     with placed(where), collector_paused():
-        replay = Repetition(_SIZE) if len(data) >= replay_from else None
+        replay = Repetition(_SIZE).entries_after if len(data) >= replay_from else None
         value, _ = interpret(data, resolve=_resolved, storage=_no_storage, replay=replay)
         try:
             return _metadata(value, len(data))

@@ -24,7 +24,8 @@ from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of, fetched, unpacked
 from ckpt_tools.formats.pickle import load as pickles
-from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, StoredTensor
+from ckpt_tools.formats.pickle.nodes import Opaque
+from ckpt_tools.formats.pickle.stored import Stored, StoredTensor
 from ckpt_tools.formats.protocol import Index, is_there, lengths_of
 from ckpt_tools.formats.torch_file.locate import resolved
 from ckpt_tools.formats.zip import read as torch_zip

@@ -15,7 +15,7 @@ from ckpt_tools.formats.pickle.configs import CONFIG_CLASSES, Configs, is_config
 from ckpt_tools.formats.pickle.dump import NotPicklableError, PickleWriter
 from ckpt_tools.formats.pickle.limits import FREE_OPCODES, MAX_CLOSED_DEPTH, MAX_COPIED, TextBound
 from ckpt_tools.formats.pickle.nodes import Global, Instance
-from ckpt_tools.formats.pickle.torch_stubs import is_dtype
+from ckpt_tools.formats.pickle.stored import is_dtype
 
 _SCALARS = "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 _PATHS = "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"

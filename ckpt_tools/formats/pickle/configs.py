@@ -65,7 +65,7 @@ class Configs:
         for name in ("_content", "_val"):
             if name in state:
                 return state[name]
-        return {self._key(key): item for key, item in config.pairs} or state
+        return {self._key(key): item for key, item in config.pairs or ()} or state
 
     def _key(self, key: object) -> str | int:
         leaf = self._leaf(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from functools import partial
 
 from ckpt_tools.core.plain_values import PickledValue, Size, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH
@@ -22,22 +23,21 @@ from ckpt_tools.formats.pickle.limits import (
     BYTES_OF_ITEM,
     FREE_VALUES,
     MAX_COPIED,
-    MAX_INT_BITS,
     VALUES_OF_PIECE,
     VALUES_PER_BYTE,
     TextBound,
     is_word,
 )
-from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, call, shown
-from ckpt_tools.formats.pickle.torch_stubs import (
+from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Opaque, call, shown
+from ckpt_tools.formats.pickle.stored import (
     LAYOUTS,
-    Opaque,
     Stored,
     StoredPieces,
     as_counts,
 )
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_NUMBERS = frozenset({type(None), bool, int, float, complex})
+_ATOMS = _NUMBERS | {str, bytes}
 _SCALAR = Global("numpy._core.multiarray.scalar")
 _RECONSTRUCT, _ARRAY = Global("numpy._core.multiarray._reconstruct"), Global("numpy.ndarray")
 _FROM_BUFFER, _DTYPE = Global("numpy._core.numeric._frombuffer"), Global("numpy.dtype")
@@ -61,8 +61,8 @@ class Containers:
             "_codecs.encode": Function(self._encode),
             "builtins.bytes": Function(self._bytes, "builtins.bytes"),
             "builtins.complex": Function(self._complex, "builtins.complex"),
-            "builtins.frozenset": Function(self._frozenset, "builtins.frozenset"),
-            "builtins.set": Function(self._set, "builtins.set"),
+            "builtins.frozenset": Function(partial(self._set, frozenset), "builtins.frozenset"),
+            "builtins.set": Function(partial(self._set, set), "builtins.set"),
             "builtins.type": Function(self._type, "builtins.type"),
             "collections.Counter": Function(self._counter, "collections.Counter"),
             "collections.OrderedDict": Function(self._dict, "collections.OrderedDict"),
@@ -98,14 +98,14 @@ class Containers:
             return complex(real, imag)
         return Opaque("builtins.complex")
 
-    def _set(self, args: tuple[object, ...]) -> object:
-        items = args[0] if args else ()
+    def _set(self, kind: type[set[object] | frozenset[object]], args: tuple[object, ...]) -> object:
+        name, items = f"builtins.{kind.__name__}", args[0] if args else ()
         if not isinstance(items, list | tuple):
-            return Opaque("builtins.set")
+            return Opaque(name)
         self._copy(BYTES_OF_ITEM * len(items))
         if all(type(item) in _ATOMS for item in items):
-            return set(items)
-        return call(Global("builtins.set"), *args)
+            return kind(items)
+        return call(Global(name), *args)
 
     def _type(self, args: tuple[object, ...]) -> object:
         """``(None,)``: how pickle writes the class of a constant. With more, it makes a class."""
@@ -121,12 +121,6 @@ class Containers:
                 kind, whole=args[2:] == (None,)
             )  # else with a dict's items, or the like
         return Opaque(getattr(kind, "qualname", "builtins.object"))
-
-    def _frozenset(self, args: tuple[object, ...]) -> object:
-        made = self._set(args)
-        if isinstance(made, set):
-            return frozenset(made)
-        return call(Global("builtins.frozenset"), *args)
 
     def _counter(self, args: tuple[object, ...]) -> object:
         return args[0] if args and type(args[0]) is dict else {}
@@ -238,21 +232,18 @@ class _Settler:
         self._max_nodes = FREE_VALUES + VALUES_PER_BYTE * length  # one per byte, were none shared
         self._text = TextBound(length)
         self._values = ClosedValues(is_allowed, self._text, length)
-        self._unknown = unknown
+        flaw = unknown_error(unknown) if unknown else None
+        self._unknown = {name: Opaque(Global(name).qualname, flaw=flaw) for name in unknown}
+        self._modules: dict[str, Opaque] = {}
         self._closed: dict[int, Opaque | TorchValue | PickledValue] = {}
 
     def settle(self, value: object, depth: int) -> object:
         """The settled value."""
         self._count(1)
-        self._text.meet(value)
-        if isinstance(value, Instance | Global | bytearray):
-            if id(value) not in self._closed:
-                self._closed[id(value)] = self._of_closed(value)
-            return self._closed[id(value)]
-        if isinstance(value, StoredPieces):
-            self._count(VALUES_OF_PIECE * len(value.sizes))
+        if type(value) in _NUMBERS:
+            return value
         if type(value) not in _CONTAINERS:
-            return _leaf(value)
+            return self._leaf(value)
         if depth > MAX_DEPTH:
             raise UnreadableError(f"is nested more than {MAX_DEPTH} deep.")
         if id(value) in self._done:
@@ -273,6 +264,21 @@ class _Settler:
         self._done[id(value)] = made, self._nodes - nodes, text - self._text.left
         return made
 
+    def _leaf(self, value: object) -> object:
+        """A value that is known, or the name of what is not."""
+        self._text.meet(value)
+        if isinstance(value, Instance | Global | bytearray):
+            if id(value) not in self._closed:
+                self._closed[id(value)] = self._of_closed(value)
+            return self._closed[id(value)]
+        if isinstance(value, StoredPieces):
+            self._count(VALUES_OF_PIECE * len(value.sizes))
+        if type(value) is str and not is_text(value):
+            return Opaque("builtins.str")
+        if type(value) in _ATOMS or isinstance(value, Stored | Opaque | Size | TorchValue):
+            return value
+        return Opaque(value.qualname if isinstance(value, Function) else type(value).__name__)
+
     def _of_closed(
         self, value: Instance | Global | bytearray
     ) -> Opaque | TorchValue | PickledValue:
@@ -287,10 +293,11 @@ class _Settler:
             if cls == _TORCH_VERSION and type(text) is str and _VERSION.fullmatch(text):
                 return TorchValue(f"{cls.qualname}({text!r})")
             if type(value.state) is dict and {"_parameters", "_modules"} <= value.state.keys():
-                return Opaque(cls.qualname, flaw=module_error(cls.qualname))
-        if cls.name in self._unknown:
-            return Opaque(cls.qualname, flaw=unknown_error(self._unknown))
-        return self._pickled(value, cls.qualname)
+                if cls.name not in self._modules:
+                    flaw = module_error(cls.qualname)
+                    self._modules[cls.name] = Opaque(cls.qualname, flaw=flaw)
+                return self._modules[cls.name]
+        return self._unknown.get(cls.name) or self._pickled(value, cls.qualname)
 
     def _pickled(
         self, value: Instance | Global | bytearray, qualname: str
@@ -310,6 +317,9 @@ class _Settler:
             return OrderedDict((self._key(key), self.settle(i, depth)) for key, i in value.items())
         if isinstance(value, dict):
             return {self._key(key): self.settle(item, depth) for key, item in value.items()}
+        if isinstance(value, list | tuple) and _NUMBERS.issuperset(map(type, value)):
+            self._count(len(value))
+            return value
         if isinstance(value, list):
             return [self.settle(item, depth) for item in value]
         if isinstance(value, tuple):
@@ -342,20 +352,6 @@ class _Settler:
 
 
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set, frozenset})
-
-
-def _leaf(value: object) -> object:
-    """A value that is known, or the name of what is not."""
-    kind = type(value)
-    if isinstance(value, Stored | Opaque | Size | TorchValue):
-        return value
-    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-        return Opaque("builtins.int")
-    if kind is str and not is_text(str(value)):
-        return Opaque("builtins.str")
-    if kind in _ATOMS:
-        return value
-    return Opaque(value.qualname if isinstance(value, Function) else kind.__name__)
 
 
 def as_name(value: object) -> str:

@@ -31,7 +31,7 @@ from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.limits import MAX_INT_BITS
 from ckpt_tools.formats.pickle.nodes import Global, Instance, call, is_key
-from ckpt_tools.formats.pickle.torch_stubs import LAYOUTS, STORAGES
+from ckpt_tools.formats.pickle.stored import LAYOUTS, STORAGES
 
 
 class NotPicklableError(Exception):
@@ -256,8 +256,8 @@ class PickleWriter:
             self.parts.append(b"}")
         self._memoize(key, node)
         if len(node) == 1:
-            for pair in node.items():
-                self._save_all(pair)
+            for item in chain.from_iterable(node.items()):
+                self._save(item)
             self.parts.append(b"s")
             return
         self._save_batches(node.items(), count=len(node), end=b"u")
@@ -269,12 +269,9 @@ class PickleWriter:
         for _ in range(0, count, _BATCH):
             self.parts.append(b"(")
             for group in islice(rest, _BATCH):
-                self._save_all(group)
+                for item in group:
+                    self._save(item)
             self.parts.append(end)
-
-    def _save_all(self, nodes: tuple[object, ...]) -> None:
-        for node in nodes:
-            self._save(node)
 
     def _memoize(self, key: int | str | Global, node: object) -> None:
         place = self._memoized

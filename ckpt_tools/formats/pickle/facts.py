@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.pickle.limits import (
     MAX_PLAIN,
 )
-from ckpt_tools.formats.pickle.nodes import is_key
-from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored
+from ckpt_tools.formats.pickle.nodes import Opaque, is_key
+from ckpt_tools.formats.pickle.stored import Stored
 
 
 class Facts(NamedTuple):
@@ -37,21 +36,24 @@ class FactFinder:
 
     def facts(self, value: object) -> Facts:
         """The facts of a value, which lives as long as this does."""
-        if isinstance(value, Opaque):
-            return Facts(tensors=value.is_tensor, odd=value.qualname, flaw=value.flaw)
-        if isinstance(value, Stored):
-            return Facts(tensors=True, odd=type_name(value))
-        if not isinstance(value, dict | list | tuple | set | frozenset):
+        if type(value) in _ATOMS:
             return _PLAIN
         if id(value) not in self._known:
-            odd = len(value) > MAX_PLAIN or (
-                isinstance(value, dict) and not all(map(is_key, value))
-            )
-            items = value.values() if isinstance(value, dict) else value
-            self._known[id(value)] = self._inside(items, type_name(value) if odd else None)
+            self._known[id(value)] = self._found(value)
         return self._known[id(value)]
 
-    def _inside(self, items: Iterable[object], odd: str | None) -> Facts:
+    def _found(self, value: object) -> Facts:
+        if not isinstance(value, _CONTAINERS):
+            if isinstance(value, Opaque):
+                return Facts(tensors=value.is_tensor, odd=value.qualname, flaw=value.flaw)
+            return (
+                Facts(tensors=True, odd=type_name(value)) if isinstance(value, Stored) else _PLAIN
+            )
+        is_odd = len(value) > MAX_PLAIN or (isinstance(value, dict) and not all(map(is_key, value)))
+        odd = type_name(value) if is_odd else None
+        items = value.values() if isinstance(value, dict) else value
+        if _ATOMS.issuperset(map(type, items)):
+            return Facts(odd=odd, parts=1 + len(value))
         tensors = dicts = False
         parts, flaw = 1, None
         for item in items:
@@ -65,6 +67,8 @@ class FactFinder:
 
 
 _PLAIN = Facts()
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def type_name(value: object) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import _compat_pickle
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
-from ckpt_tools.errors import CheckpointError, UnsafePickleError, printable
-from ckpt_tools.formats.pickle.limits import is_word
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsafePickleError, printable
+from ckpt_tools.formats.pickle.limits import MAX_NAMES, is_word
 from ckpt_tools.formats.pickle.machine import Machine, Replay
 from ckpt_tools.formats.pickle.nodes import Global
 
@@ -27,12 +29,15 @@ def interpret(
     the two raise.
     """
 
+    @cache
     def named(module_name: str, global_name: str) -> object:
         """Protocol 2 has the names of Python 2, also when Python 3 writes it:
         ``__builtin__.xrange`` is ``builtins.range``. Python itself reads with these tables.
         """
         if not is_word(module_name) or not is_word(global_name):
             raise UnsafePickleError("asks for a class with a name of more than 255 characters.")
+        if named.cache_info().misses > MAX_NAMES:
+            raise UnreadableError(f"asks for more than {MAX_NAMES:,} classes.")
         names = (module_name, global_name)
         module, last = _compat_pickle.NAME_MAPPING.get(names, names)
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
@@ -54,22 +59,11 @@ def placed(where: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        link = " " if error.message.startswith(_VERBS) else ": "
+        link = " " if _VERB.match(error.message) else ": "
         raise error.at(where, link) from error
 
 
-_VERBS: tuple[str, ...] = (
-    "asks ",
-    "describes ",
-    "does ",
-    "gives ",
-    "has ",
-    "holds ",
-    "is ",
-    "lists ",
-    "places ",
-    "unfolds ",
-)
+_VERB = re.compile("(asks|describes|does|gives|has|holds|is|lists|places|unfolds) ")
 
 
 @contextmanager

@@ -19,25 +19,27 @@ from ckpt_tools.errors import UnreadableError
 # A pickle in a stream, in bytes; of one that is a file, or a record of an archive, all is read.
 MAX_PICKLE = 1 << 30
 
-# The machine. Empty containers cost one byte each, and 60 to 220 in memory.
-FREE_OBJECTS = 200_000
+# The machine. A container costs one byte or two, a call three, and 60 to 400 in memory; of what is
+# real, each has four bytes and more, with its keys and memo numbers.
+FREE_OBJECTS = 50_000
 BYTES_PER_OBJECT = 4
-# torch numbers the memo without gaps; pickletools.optimize and old writers leave small ones.
-MAX_MEMO_GAP = 1 << 16
+OBJECTS_OF_CALL = 2
+MAX_MARKS = 10_000
 # How much work it is to hash a key: 0 costs nothing, this too much. What a call made, and a long
 # number, weighs a little.
 HEAVY_KEY = 250
 MADE_KEY = 8
-MAX_LONG_KEY_BITS = 512
 MAX_HEAVY_KEYS = 5000
 
 # Names and small values.
 MAX_WORD = 255
 MAX_SHOWN = 160
-MAX_INT_BITS = 1024  # Python refuses to print numbers of thousands of digits
+# Python refuses to print numbers of thousands of digits.
+MAX_LONG = 128
+MAX_INT_BITS = 8 * MAX_LONG
 MAX_KEY_BITS = 512
 MAX_NDIM = 64  # as many as torch allows
-MAX_CLASSES = 1000
+MAX_NAMES = 1000  # of classes and functions, those of ours too
 # A call costs three bytes and can copy a long list: what functions copy, beside the length.
 MAX_COPIED = 64 << 20
 BYTES_OF_ITEM = 32

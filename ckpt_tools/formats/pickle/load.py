@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import BinaryIO
 
 from ckpt_tools.core.plain_values import PlainValue, TorchValue
-from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
+from ckpt_tools.errors import UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import (
     SHARDED_TENSOR_MODULES,
     is_harmless,
@@ -21,9 +21,9 @@ from ckpt_tools.formats.pickle.allowed_globals import (
 from ckpt_tools.formats.pickle.containers import Containers, settled
 from ckpt_tools.formats.pickle.facts import FactFinder
 from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
-from ckpt_tools.formats.pickle.limits import MAX_CLASSES, MAX_PICKLE
+from ckpt_tools.formats.pickle.limits import MAX_PICKLE
 from ckpt_tools.formats.pickle.machine import CutPickleError
-from ckpt_tools.formats.pickle.nodes import Global
+from ckpt_tools.formats.pickle.nodes import Global, Opaque
 from ckpt_tools.formats.pickle.rebuild import (
     NAMING_FUNCTIONS,
     TENSOR_FUNCTIONS,
@@ -31,7 +31,7 @@ from ckpt_tools.formats.pickle.rebuild import (
     refused_function,
     storage_from_id,
 )
-from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredStorage, is_dtype
+from ckpt_tools.formats.pickle.stored import StoredStorage, is_dtype
 
 _REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
 _FIRST_READ = 64 * 1024
@@ -116,7 +116,7 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     names = _Names(len(data), None)
     with placed(where), collector_paused():
         try:
-            value, _ = interpret(data, resolve=names, storage=_named)
+            value, _ = interpret(data, resolve=names, storage=lambda _: Opaque("torch.Tensor"))
         except UnsafePickleError:
             _refuse_sharded_tensor(data)
             raise
@@ -125,10 +125,6 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     if found.odd is None:
         return made  # type: ignore[return-value]  # looked through
     return Opaque(found.odd if "." in found.odd else f"builtins.{found.odd}")
-
-
-def _named(_pid: object) -> Opaque:
-    return Opaque("torch.Tensor")
 
 
 class _Names:
@@ -143,7 +139,6 @@ class _Names:
         of_tensors = NAMING_FUNCTIONS if allow is None else TENSOR_FUNCTIONS
         self._functions = {**of_tensors, **Containers(length).table}
         self._allow = frozenset(allow or ())
-        self._asked: dict[Global, Global] = {}
 
     def __call__(self, asked: Global) -> object:
         """A function of ours, an element type, or the name itself. Raises UnsafePickleError for one
@@ -152,8 +147,6 @@ class _Names:
         name = asked.name
         if name in self._functions:
             return self._functions[name]
-        if asked in self._asked:
-            return self._asked[asked]
         if name.startswith(SHARDED_TENSOR_MODULES):
             raise _sharded_tensor_error()
         if is_dtype(name):
@@ -164,9 +157,7 @@ class _Names:
             return refused_function(name)
         if not is_harmless(name) and not self.is_allowed(name):
             self.unknown.add(name)
-        if len(self._asked) >= MAX_CLASSES:
-            raise UnreadableError(f"asks for more than {MAX_CLASSES:,} classes.")
-        return self._asked.setdefault(asked, asked)
+        return asked
 
     def is_allowed(self, name: str) -> bool:
         """Whether the user allows a global."""

@@ -25,34 +25,34 @@ no number, is longer than its bytes.
 from __future__ import annotations
 
 import struct
-from codecs import escape_decode
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
-from ckpt_tools.errors import UnreadableError, UnsafePickleError, printable
+from ckpt_tools.errors import UnreadableError, printable
 from ckpt_tools.formats.pickle.limits import (
     BYTES_PER_OBJECT,
     FREE_OBJECTS,
     HEAVY_KEY,
-    MADE_KEY,
     MAX_HEAVY_KEYS,
-    MAX_LONG_KEY_BITS,
+    MAX_LONG,
+    MAX_MARKS,
     MAX_SHOWN,
+    OBJECTS_OF_CALL,
 )
 from ckpt_tools.formats.pickle.memo import Memo
-from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Repeated
+from ckpt_tools.formats.pickle.nodes import (
+    LIGHT_KEYS,
+    Function,
+    Global,
+    Instance,
+    Opaque,
+    Repeated,
+    key_weight,
+)
 
 _NEWEST_PROTOCOL = 5
 # What Python raises for texts, numbers and keys that are none, and our functions for odd arguments.
-_DAMAGE = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    MemoryError,
-    RecursionError,
-)
+_DAMAGE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 
 class CutPickleError(UnreadableError):
@@ -62,18 +62,16 @@ class CutPickleError(UnreadableError):
         super().__init__("is truncated: it ends inside of its pickle.")
 
 
-class Replay(Protocol):
-    """Takes the entries that follow one which was interpreted, as far as they are like it."""
-
-    def entries_after(self, machine: Machine, at: int) -> int:
-        """Push what the next entries make, and give where the first one begins that is unlike."""
+Replay: TypeAlias = "Callable[[Machine, int], int]"
 
 
 class Machine:
     """Stack and memo of one pickle. Of the stack, ``items`` is what lies above the last mark.
 
-    ``entry`` is for a replay, which keeps it: what follows a mark, or another entry. How many items
-    lie before it, where it begins in ``data``, and how long the memo was then.
+    After an object was filled, ``replay`` pushes what the next entries make, as far as they are
+    alike, and gives where the first one begins that is unlike. It keeps ``entry``: what follows a
+    mark, or another entry. How many items lie before it, where it begins in ``data``, and how long
+    the memo was then.
     """
 
     def __init__(
@@ -91,33 +89,42 @@ class Machine:
         self.stored = stored
         self.replay = replay
         self._below: list[tuple[list[object], tuple[int, int, int]]] = []
-        self._objects = 0
-        self._most_objects = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
+        self._most_objects = self.objects_left = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
         self._heavy_keys = 0
 
     def run(self) -> tuple[object, int]:
         """The value of the pickle, and where it ends.
 
         Raises CutPickleError when the data ends first, UnreadableError for a pickle that is damaged
-        or hostile, and UnsafePickleError for opcodes that call a class by its name.
+        or hostile, and what its functions raise.
         """
-        at, data, steps = 0, self.data, _STEPS
+        at, code, data, steps = 0, 0, self.data, _STEPS
         try:
-            while (code := data[at]) != _STOP:
-                at = steps[code](self, at + 1)
-            return self.items.pop(), at + 1
+            while True:
+                code = data[at]
+                at += 1
+                if code == _STOP:
+                    break
+                if (end := steps[code](self, at)) is not None:
+                    at = end
+            if self.objects_left < 0:
+                raise self._too_many()
+            return self.items.pop(), at
         except IndexError as error:
-            if at >= len(data) or at + _WIDTHS.get(chr(data[at]), 0) >= len(data):
+            if at + _WIDTHS.get(chr(code), 0) > len(data) or (at == len(data) and code != _STOP):
                 raise CutPickleError from error
-            raise UnreadableError(f"is damaged: it holds no pickle, at byte {at:,}.") from error
+            raise UnreadableError(f"is damaged: it holds no pickle, at byte {at - 1:,}.") from error
         except _DAMAGE as error:
             raise _damage(error) from error
 
     def begin(self, at: int) -> None:
         """Put a mark on the stack."""
+        if len(self._below) == MAX_MARKS:
+            raise UnreadableError(f"is nested more than {MAX_MARKS:,} deep.")
         self._below.append((self.items, self.entry))
         self.items = []
-        self.entry = (0, at, len(self.memo))
+        if self.replay:
+            self.entry = (0, at, len(self.memo))
 
     def above_mark(self) -> list[object]:
         """The items above the last mark, which are taken off the stack with it."""
@@ -125,27 +132,23 @@ class Machine:
         self.items, self.entry = self._below.pop()
         return items
 
-    def pop(self) -> None:
-        """Take an item, or the last mark."""
-        if self.items or not self._below:
-            self.items.pop()
-        else:
-            self.above_mark()
-
-    def push_object(self, made: object) -> None:
-        """Push a container or an object, and count it."""
+    def push_object(self, made: object, objects: int = 1) -> None:
+        """Push a container or an object, and count it as so many."""
         self.items.append(made)
-        self._objects += 1
-        if self._objects > self._most_objects:
-            raise UnreadableError(
-                f"is hostile: {self._objects:,} objects in {len(self.data):,} bytes."
-            )
+        self.objects_left -= objects
+        if self.objects_left < 0:
+            raise self._too_many()
+
+    def _too_many(self) -> UnreadableError:
+        return UnreadableError(
+            f"is hostile: more than {self._most_objects:,} objects in {len(self.data):,} bytes."
+        )
 
     def check_keys(self, keys: Sequence[object]) -> None:
         """Check that these values may be hashed."""
-        if all(kind in _LIGHT or issubclass(kind, Repeated) for kind in set(map(type, keys))):
+        if all(kind in LIGHT_KEYS or issubclass(kind, Repeated) for kind in set(map(type, keys))):
             return
-        weights = list(filter(None, map(_weight, keys)))
+        weights = list(filter(None, map(key_weight, keys)))
         self._heavy_keys += len(weights)
         if max(weights, default=0) >= HEAVY_KEY or self._heavy_keys > MAX_HEAVY_KEYS:
             raise UnreadableError("is hostile: its dicts have keys that take too long to compare.")
@@ -159,28 +162,10 @@ class Machine:
         if isinstance(target, dict):
             target.update(zip(keys, items[1::2], strict=True))
         elif isinstance(target, Instance):
+            target.pairs = target.pairs or []
             target.pairs.extend(zip(keys, items[1::2], strict=True))
         else:
             raise TypeError(f"'{type(target).__name__}' object does not support item assignment")
-
-
-_LIGHT = frozenset({str, bytes, float, bool, type(None), Global, Instance})
-
-
-def _weight(key: object) -> int:
-    """How much work it is to hash a value: a tuple weighs 1, and 1 and more for each item."""
-    weight, left = 0, [key]
-    while left and weight < HEAVY_KEY:
-        value = left.pop()
-        if isinstance(value, tuple):
-            weight += 1 + len(value)
-            left.extend(value[:HEAVY_KEY])
-        elif type(value) is int:
-            long = value.bit_length()
-            weight += 0 if long <= 64 else MADE_KEY if long <= MAX_LONG_KEY_BITS else HEAVY_KEY
-        elif type(value) not in _LIGHT and not isinstance(value, Repeated):
-            weight += MADE_KEY
-    return weight
 
 
 def _damage(error: Exception) -> UnreadableError:
@@ -226,16 +211,29 @@ def _filled(target: object, state: object) -> None:
         raise TypeError(f"'{type(target).__name__}' object takes no state")
 
 
-# What an opcode does: its argument begins at the place that it is given; it gives where it ends.
-_Step = Callable[[Machine, int], int]
+# What an opcode does: its argument begins at the place that it is given; it gives where it ends,
+# and nothing when there is none.
+_Step = Callable[[Machine, int], int | None]
 
 
-def _constant(value: object, /) -> _Step:
-    def step(machine: Machine, at: int) -> int:
+def _constant(value: object) -> _Step:
+    def step(machine: Machine, _: int) -> None:
         machine.items.append(value)
-        return at
 
     return step
+
+
+def _protocol(machine: Machine, at: int) -> int:
+    if machine.data[at] > _NEWEST_PROTOCOL:
+        raise ValueError(f"unsupported pickle protocol: {machine.data[at]}")
+    return at + 1
+
+
+def _frame(machine: Machine, at: int) -> int:
+    """How many bytes follow at least: what lacks one in its middle is told by that."""
+    if at + 8 + int.from_bytes(machine.data[at : at + 8], "little") > len(machine.data):
+        raise CutPickleError
+    return at + 8
 
 
 def _byte(machine: Machine, at: int) -> int:
@@ -273,17 +271,6 @@ def _line(machine: Machine, at: int) -> tuple[bytes, int]:
     return machine.data[at : end - 1], end
 
 
-def _lined(value_of: Callable[[bytes], object]) -> _Step:
-    """A value in a line of text."""
-
-    def step(machine: Machine, at: int) -> int:
-        line, end = _line(machine, at)
-        machine.items.append(value_of(line))
-        return end
-
-    return step
-
-
 def _text(data: bytes) -> str:
     return str(data, "utf-8", "surrogatepass")
 
@@ -293,22 +280,9 @@ def _old_text(data: bytes) -> str:
     return str(data, "utf-8", "backslashreplace")
 
 
-def _quoted(line: bytes) -> str:
-    line = line.strip()
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in {b"'", b'"'}:
-        raise ValueError("the STRING opcode argument must be quoted")
-    return _old_text(escape_decode(line[1:-1])[0])
-
-
-def _int(line: bytes) -> int:
-    return line == b"01" if line in {b"00", b"01"} else int(line, 0)
-
-
-def _long_line(line: bytes) -> int:
-    return int(line.removesuffix(b"L"), 0)
-
-
-def _long(data: bytes) -> int:
+def _long(data: bytes) -> int | Opaque:
+    if len(data) > MAX_LONG:
+        return Opaque("builtins.int")
     return int.from_bytes(data, "little", signed=True)
 
 
@@ -319,104 +293,66 @@ def _float(machine: Machine, at: int) -> int:
     return at + 8
 
 
-def _protocol(machine: Machine, at: int) -> int:
-    if machine.data[at] > _NEWEST_PROTOCOL:
-        raise ValueError(f"unsupported pickle protocol: {machine.data[at]}")
-    return at + 1
-
-
-def _frame(machine: Machine, at: int) -> int:
-    if at + 8 + int.from_bytes(machine.data[at : at + 8], "little") > len(machine.data):
-        raise CutPickleError
-    return at + 8
-
-
 def _new(make: Callable[[], object]) -> _Step:
-    def step(machine: Machine, at: int) -> int:
+    def step(machine: Machine, _: int) -> None:
         machine.push_object(make())
-        return at
 
     return step
 
 
-def _new_list(machine: Machine, at: int) -> int:
-    machine.push_object(machine.above_mark())
-    return at
-
-
-def _new_dict(machine: Machine, at: int) -> int:
-    items = machine.above_mark()
-    made: dict[object, object] = {}
-    machine.set_items(made, items)
-    machine.push_object(made)
-    return at
-
-
-def _new_frozenset(machine: Machine, at: int) -> int:
+def _new_frozenset(machine: Machine, _: int) -> None:
     items = machine.above_mark()
     machine.check_keys(items)
     machine.push_object(frozenset(items))
-    return at
 
 
-def _tuple(machine: Machine, at: int) -> int:
-    items = tuple(machine.above_mark())
-    machine.items.append(items)
-    return at
+def _tuple(machine: Machine, _: int) -> None:
+    machine.push_object((*machine.above_mark(),))
 
 
 def _tuple_of(count: int) -> _Step:
-    def step(machine: Machine, at: int) -> int:
+    def step(machine: Machine, _: int) -> None:
         items = machine.items
         if len(items) < count:
             raise IndexError
         items[-count:] = [tuple(items[-count:])]
-        return at
+        machine.objects_left -= 1
 
     return step
 
 
-def _mark(machine: Machine, at: int) -> int:
+def _mark(machine: Machine, at: int) -> None:
     machine.begin(at)
-    return at
 
 
-def _pop(machine: Machine, at: int) -> int:
-    machine.pop()
-    return at
+def _pop(machine: Machine, _: int) -> None:
+    machine.items.pop()
 
 
-def _pop_mark(machine: Machine, at: int) -> int:
+def _pop_mark(machine: Machine, _: int) -> None:
     machine.above_mark()
-    return at
-
-
-def _dup(machine: Machine, at: int) -> int:
-    machine.items.append(machine.items[-1])
-    return at
 
 
 def _add_items(target: object, items: Iterable[object]) -> None:
     if isinstance(target, Instance):
+        target.items = target.items or []
         target = target.items
     if not isinstance(target, list):
         raise TypeError(f"'{type(target).__name__}' object has no attribute 'append'")
     target.extend(items)
 
 
-def _append(machine: Machine, at: int) -> int:
+def _append(machine: Machine, _: int) -> None:
     last = machine.items.pop()
     _add_items(machine.items[-1], (last,))
-    return at
 
 
-def _appends(machine: Machine, at: int) -> int:
+def _appends(machine: Machine, _: int) -> None:
     items = machine.above_mark()
     _add_items(machine.items[-1], items)
-    return at
 
 
-def _add_to_set(machine: Machine, at: int) -> int:
+def _add_to_set(machine: Machine, _: int) -> None:
     items = machine.above_mark()
     machine.check_keys(items)
     target = machine.items[-1]
@@ -424,10 +360,9 @@ def _add_to_set(machine: Machine, at: int) -> int:
         target.update(items)
     else:
         _add_items(target, items)
-    return at
 
 
-def _setitem(machine: Machine, at: int) -> int:
+def _setitem(machine: Machine, _: int) -> None:
     value = machine.items.pop()
     key = machine.items.pop()
     target = machine.items[-1]
@@ -435,13 +370,11 @@ def _setitem(machine: Machine, at: int) -> int:
         target[key] = value
     else:
         machine.set_items(target, (key, value))
-    return at
 
 
-def _setitems(machine: Machine, at: int) -> int:
+def _setitems(machine: Machine, _: int) -> None:
     items = machine.above_mark()
     machine.set_items(machine.items[-1], items)
-    return at
 
 
 def _global(machine: Machine, at: int) -> int:
@@ -451,56 +384,42 @@ def _global(machine: Machine, at: int) -> int:
     return end
 
 
-def _stack_global(machine: Machine, at: int) -> int:
+def _stack_global(machine: Machine, _: int) -> None:
     name = machine.items.pop()
     module = machine.items.pop()
     if type(module) is not str or type(name) is not str:
         raise TypeError("STACK_GLOBAL requires str")
     machine.items.append(machine.named(module, name))
-    return at
 
 
-def _reduce(machine: Machine, at: int) -> int:
+def _reduce(machine: Machine, _: int) -> None:
     args = machine.items.pop()
-    machine.push_object(_called(machine.items.pop(), args))
-    return at
+    machine.push_object(_called(machine.items.pop(), args), OBJECTS_OF_CALL)
 
 
-def _newobj(machine: Machine, at: int) -> int:
+def _newobj(machine: Machine, _: int) -> None:
     args = machine.items.pop()
-    machine.push_object(_made(machine.items.pop(), args))
-    return at
+    machine.push_object(_made(machine.items.pop(), args), OBJECTS_OF_CALL)
 
 
-def _newobj_ex(machine: Machine, at: int) -> int:
+def _newobj_ex(machine: Machine, _: int) -> None:
     kwargs = machine.items.pop()
     args = machine.items.pop()
-    machine.push_object(_made(machine.items.pop(), args, kwargs))
-    return at
+    machine.push_object(_made(machine.items.pop(), args, kwargs), OBJECTS_OF_CALL)
 
 
-def _build(machine: Machine, at: int) -> int:
+def _build(machine: Machine, at: int) -> int | None:
     state = machine.items.pop()
     _filled(machine.items[-1], state)
-    return at if machine.replay is None else machine.replay.entries_after(machine, at)
+    return machine.replay(machine, at) if machine.replay else None
 
 
-def _storage(machine: Machine, at: int) -> int:
+def _storage(machine: Machine, _: int) -> None:
     machine.items[-1] = machine.stored(machine.items[-1])
-    return at
 
 
-def _instance(machine: Machine, at: int) -> int:
-    module, middle = _line(machine, at)
-    name = b"%b.%b" % (module, _line(machine, middle)[0])
-    raise UnsafePickleError(
-        f"asks to call {_old_text(name)[:160]!a} in a way that torch never does; it was not run."
-    )
-
-
-def _memoize(machine: Machine, at: int) -> int:
+def _memoize(machine: Machine, _: int) -> None:
     machine.memo.append(machine.items[-1])
-    return at
 
 
 def _put(width: int) -> _Step:
@@ -524,80 +443,39 @@ def _long_get(machine: Machine, at: int) -> int:
     return at + 4
 
 
-def _put_line(machine: Machine, at: int) -> int:
-    number, end = _line_number(machine, at)
-    machine.memo.put(number, machine.items[-1])
-    return end
-
-
-def _get_line(machine: Machine, at: int) -> int:
-    number, end = _line_number(machine, at)
-    machine.items.append(machine.memo.get(number))
-    return end
-
-
-def _line_number(machine: Machine, at: int) -> tuple[int, int]:
-    digits, end = _line(machine, at)
-    if not digits.isdigit() or len(digits) > 10:
-        raise UnreadableError(
-            f"is damaged: a memo number in its pickle is not a number, at byte {at:,}."
-        )
-    return int(digits), end
-
-
 def _refused(_machine: Machine, at: int) -> int:
-    raise UnreadableError(f"has an opcode at byte {at - 1:,} that torch never writes.")
-
-
-def _unknown(_machine: Machine, at: int) -> int:
-    raise UnreadableError(f"is damaged: its pickle has no opcode at byte {at - 1:,}.")
+    raise UnreadableError(
+        f"is damaged, or of pickle protocol 0 or 1: byte {at - 1:,} is no opcode that torch writes."
+    )
 
 
 _STOP = ord(".")
-_WIDTHS = {
-    "\x80": 1,
-    "K": 1,
-    "h": 1,
-    "j": 4,
-    "q": 1,
-    "r": 4,
-}  # bytes of arguments that are looked up
+# Bytes of arguments that are looked up, not sliced.
+_WIDTHS = {"\x80": 1, "K": 1, "h": 1, "j": 4, "q": 1, "r": 4}
 _OF_OPCODE: dict[str, _Step] = {
-    **dict.fromkeys("Po\x82\x83\x84\x97\x98", _refused),
     "(": _mark,
     ")": _constant(()),
     "0": _pop,
     "1": _pop_mark,
-    "2": _dup,
     "B": _counted(4, bytes),
     "C": _counted(1, bytes),
-    "F": _lined(float),
     "G": _float,
-    "I": _lined(_int),
     "J": _number(4, signed=True),
     "K": _byte,
-    "L": _lined(_long_line),
     "M": _number(2, signed=False),
     "N": _constant(None),
     "Q": _storage,
     "R": _reduce,
-    "S": _lined(_quoted),
     "T": _counted(4, _old_text),
     "U": _counted(1, _old_text),
-    "V": _lined(lambda line: line.decode("raw-unicode-escape")),
     "X": _counted(4, _text),
     "]": _new(list),
     "a": _append,
     "b": _build,
     "c": _global,
-    "d": _new_dict,
     "e": _appends,
-    "g": _get_line,
     "h": _get,
-    "i": _instance,
     "j": _long_get,
-    "l": _new_list,
-    "p": _put_line,
     "q": _put(1),
     "r": _put(4),
     "s": _setitem,
@@ -609,7 +487,8 @@ _OF_OPCODE: dict[str, _Step] = {
     "\x85": _tuple_of(1),
     "\x86": _tuple_of(2),
     "\x87": _tuple_of(3),
-    **{code: _constant(code == "\x88") for code in "\x88\x89"},
+    "\x88": _constant(value=True),
+    "\x89": _constant(value=False),
     "\x8a": _counted(1, _long),
     "\x8b": _counted(4, _long),
     "\x8c": _counted(1, _text),
@@ -624,4 +503,4 @@ _OF_OPCODE: dict[str, _Step] = {
     "\x95": _frame,
     "\x96": _counted(8, bytearray),
 }
-_STEPS: list[_Step] = [_OF_OPCODE.get(chr(code), _unknown) for code in range(256)]
+_STEPS: list[_Step] = [_OF_OPCODE.get(chr(code), _refused) for code in range(256)]

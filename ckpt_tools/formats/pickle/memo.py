@@ -1,7 +1,7 @@
 """The memo of a pickle: what it has made before, by number.
 
 `pickle` numbers what it makes without gaps. Of entries that were replayed, the memo keeps one
-record that finds each of their values when it is asked for: that is rare, and a million entries
+function that finds each of their values when it is asked for: that is rare, and a million entries
 have ten million numbers.
 """
 
@@ -9,20 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Protocol
 
-from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.pickle.limits import MAX_MEMO_GAP
-
-
-class Passed(Protocol):
-    """What entries that were replayed have put into the memo."""
-
-    def value(self, number: int) -> object:
-        """The value of a number. Raises IndexError when there is none."""
-
-
-_UNSET = object()
+# The value of a number, counted from the first one that it knows.
+Find = Callable[[int], object]
 
 
 class Memo:
@@ -34,71 +23,56 @@ class Memo:
     """
 
     append: Callable[[object], None]
-    get: Callable[[int], object]
+    get: Find
 
     def __init__(self) -> None:
-        self._first = 0
         self._starts: list[int] = []
-        self._parts: list[Passed] = []
-        self._known = 0
-        self._again: dict[int, object] = {}  # put by a damaged pickle in place of replayed ones
-        self.is_dense = True
+        self._parts: list[Find] = []
+        self._first = 0
         self._values: list[object] = []  # from number `_first` on
+        # By other numbers: `pickletools.optimize` leaves gaps, a damaged pickle repeats one.
+        self._others: dict[int, object] = {}
+        self._behind_gaps = 0
+        self.is_dense = True
         self.append, self.get = self._values.append, self._values.__getitem__
 
     def __len__(self) -> int:
-        return self._first + len(self._values)
+        return self._first + len(self._values) + self._behind_gaps
 
     def put(self, number: int, value: object) -> None:
-        """Remember a value under a number, which is not far behind the values that are known."""
-        if self.is_dense:
-            if number == self._first + len(self._values):
-                self.append(value)
-                return
-            self.is_dense, self._known = False, len(self)
-            self.append, self.get = self._append, self._get
-        if number > self._known + MAX_MEMO_GAP:
-            raise UnreadableError(f"is hostile: a memo of {number:,} for {self._known:,} values.")
+        """Remember a value under a number."""
         place = number - self._first
-        if place < 0:
-            self._again[number] = value
+        if place == len(self._values) and not self._others:
+            self.append(value)
             return
-        self._values += [_UNSET] * (place + 1 - len(self._values))
-        self._known += self._values[place] is _UNSET
-        self._values[place] = value
+        self.is_dense = False
+        if 0 <= place < len(self._values):
+            self._values[place] = value
+            return
+        self._behind_gaps += place >= 0 and number not in self._others
+        self._others[number] = value
+        self.append, self.get = self._append, self._get
 
     def _append(self, value: object) -> None:
-        self.put(self._known, value)
+        self.put(len(self), value)
 
     def _get(self, number: int) -> object:
-        if number in self._again:
-            return self._again[number]
+        if number in self._others:
+            return self._others[number]
         if number < self._first:
-            return self._parts[bisect_right(self._starts, number) - 1].value(number)
-        value = self._values[number - self._first]
-        if value is _UNSET:
-            raise IndexError
-        return value
+            part = bisect_right(self._starts, number) - 1
+            return self._parts[part](number - self._starts[part])
+        return self._values[number - self._first]
 
-    def skip(self, part: Passed, count: int) -> None:
-        """Take ``count`` values into account that ``part`` knows."""
+    def skip(self, find: Find, count: int) -> None:
+        """Take ``count`` values into account that ``find`` knows."""
         if self._values:
-            self._starts.append(self._first)
-            self._parts.append(_Kept(self._first, self._values))
-            self._first, self._values = len(self), []
-        self._starts.append(self._first)
-        self._parts.append(part)
-        self._first += count
+            self._keep(self._values.__getitem__, len(self._values))
+        self._keep(find, count)
+        self._values = []
         self.append, self.get = self._values.append, self._get
 
-
-class _Kept:
-    """Values that were interpreted, before others that were replayed."""
-
-    def __init__(self, first: int, values: list[object]) -> None:
-        self._first = first
-        self._values = values
-
-    def value(self, number: int) -> object:
-        """The value of a number."""
-        return self._values[number - self._first]
+    def _keep(self, find: Find, count: int) -> None:
+        self._starts.append(self._first)
+        self._parts.append(find)
+        self._first += count

@@ -7,13 +7,13 @@ pickle hands over for it. Only a `Function` is ever called, and only a `Repeated
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.core.state_tree import Key
-from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.pickle.limits import MAX_KEY_BITS
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.limits import HEAVY_KEY, MADE_KEY, MAX_KEY_BITS
 
 Columns = Mapping[str, Sequence[object]]
 
@@ -62,8 +62,8 @@ class Instance:
     state: object = None
     called: bool = False
     whole: bool = True
-    items: list[object] = field(default_factory=list)
-    pairs: list[tuple[object, object]] = field(default_factory=list)
+    items: list[object] | None = None
+    pairs: list[tuple[object, object]] | None = None
 
     @property
     def qualname(self) -> str:
@@ -97,6 +97,28 @@ class Function:
     qualname: str = "function"
 
 
+class Opaque:
+    """A value that is not opened: ``qualname`` names its class or what would have made it.
+
+    ``flaw`` says why the value cannot be used: an UnsupportedError when tensors are in it, else an
+    UnsafePickleError.
+    """
+
+    __slots__ = ("flaw", "qualname")
+
+    def __init__(self, qualname: str, *, flaw: CheckpointError | None = None) -> None:
+        self.qualname = qualname
+        self.flaw = flaw
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether this stands for tensors that cannot be read."""
+        return isinstance(self.flaw, UnsupportedError)
+
+    def __repr__(self) -> str:
+        return f"Opaque({self.qualname!r})"
+
+
 class Repeated:
     """An object of few fields that a pickle repeats a million times."""
 
@@ -125,6 +147,25 @@ def is_key(key: object) -> TypeGuard[Key]:
     if type(key) is int:
         return key.bit_length() <= MAX_KEY_BITS  # Python refuses to print thousands of digits
     return type(key) in _KEYS
+
+
+# What is hashed in no time, beside short numbers.
+LIGHT_KEYS = frozenset({str, bytes, float, bool, type(None), Global, Instance})
+
+
+def key_weight(key: object) -> int:
+    """How much work it is to hash a value: a tuple weighs 1, and 1 and more for each item."""
+    weight, left = 0, [key]
+    while left and weight < HEAVY_KEY:
+        value = left.pop()
+        if isinstance(value, tuple):
+            weight += 1 + len(value)
+            left.extend(value[:HEAVY_KEY])
+        elif type(value) is int:
+            weight += MADE_KEY if value.bit_length() > 64 else 0
+        elif type(value) not in LIGHT_KEYS and not isinstance(value, Repeated):
+            weight += MADE_KEY
+    return weight
 
 
 def shown(value: object) -> str:

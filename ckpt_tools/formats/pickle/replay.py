@@ -132,7 +132,7 @@ class Repetition:
             at = begin + len(same.data)
         if found:
             machine.items.extend(chain.from_iterable(zip(names, values, strict=True)))
-            _NamedPart(machine.memo, names, found)
+            _skip_named(machine.memo, names, found)
         return at
 
     def _rows(self, machine: Machine, entry: bytes, at: int) -> int:
@@ -316,12 +316,11 @@ class _Rows:
         every = [counts for group in self._groups for _, counts in group]
         own = _OF_OBJECT * len(self._groups)
         sums = (own + sum(counts) for counts in zip(*every, strict=True))
-        self._starts.extend(accumulate(sums, initial=len(memo)))
-        memo.skip(self, self._starts.pop() - len(memo))
+        self._starts.extend(accumulate(sums, initial=0))
+        memo.skip(self._value, self._starts.pop())
         return len(self._starts)
 
-    def value(self, number: int) -> object:
-        """What one of them has under a number of the memo."""
+    def _value(self, number: int) -> object:
         row = bisect_right(self._starts, number) - 1
         left = number - self._starts[row]
         for made, fields in zip(self.objects, self._groups, strict=True):
@@ -336,19 +335,14 @@ class _Rows:
         raise IndexError
 
 
-class _NamedPart:
-    """What names and values that came again have put into the memo."""
+def _skip_named(memo: Memo, names: Sequence[str], found: Sequence[_Same]) -> None:
+    """Count what names and values that came again have put into the memo."""
+    starts = array("Q", accumulate((1 + same.numbers for same in found), initial=0))
 
-    def __init__(self, memo: Memo, names: Sequence[str], found: Sequence[_Same]) -> None:
-        self._memo = memo
-        self._names = names
-        self._found = found
-        counts = (1 + same.numbers for same in found)
-        self._starts = array("Q", accumulate(counts, initial=len(memo)))
-        memo.skip(self, self._starts.pop() - len(memo))
-
-    def value(self, number: int) -> object:
+    def value(number: int) -> object:
         """A name, or what the value had under its number when it came first."""
-        row = bisect_right(self._starts, number) - 1
-        left = number - self._starts[row]
-        return self._memo.get(self._found[row].first + left - 1) if left else self._names[row]
+        row = bisect_right(starts, number) - 1
+        left = number - starts[row]
+        return memo.get(found[row].first + left - 1) if left else names[row]
+
+    memo.skip(value, starts.pop())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf
-from ckpt_tools.formats.pickle.torch_stubs import StoredStorage
+from ckpt_tools.formats.pickle.stored import StoredStorage
 
 View = tuple[str, int, tuple[int, ...], tuple[int, ...], str, str | None]
 Ties = tuple[tuple[str, ...], ...]

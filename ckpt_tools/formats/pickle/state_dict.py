@@ -12,7 +12,7 @@ a file.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
@@ -32,7 +32,7 @@ from ckpt_tools.formats.pickle.limits import (
     USUAL_NAME,
 )
 from ckpt_tools.formats.pickle.nodes import is_key
-from ckpt_tools.formats.pickle.torch_stubs import Stored
+from ckpt_tools.formats.pickle.stored import Stored
 
 _FLAT = frozenset({"_flat_param", "flat_param"})
 
@@ -171,17 +171,13 @@ class _Flattening:
         return Branch(kind, keys, tuple(items))
 
     def _same_text(self, value: dict[Key, object], fqn: str) -> UnsupportedError:
-        seen: dict[str, Key] = {}
-        for key in value:
-            other = seen.setdefault(str(key), key)
-            if other is not key:
-                name = f"{fqn}.{key}" if fqn else str(key)
-                return UnsupportedError(
-                    f"{self._where}: two entries have the name {name}: those of the keys {other!r} "
-                    f"and {key!r} of one dict.",
-                    hint="Save again with keys whose texts differ.",
-                )
-        raise KeyError(fqn)  # asked only where two are the same
+        text = Counter(map(str, value)).most_common(1)[0][0]
+        one, other = [key for key in value if str(key) == text][:2]
+        return UnsupportedError(
+            f"{self._where}: two entries have the name {fqn}{'.' if fqn else ''}{text}: those of "
+            f"the keys {one!r} and {other!r} of one dict.",
+            hint="Save again with keys whose texts differ.",
+        )
 
     def _has_parts(self, value: dict[object, object]) -> TypeGuard[dict[Key, object]]:
         """Whether the keys of a dict can be parts of a path; one that cannot is one value."""

@@ -19,7 +19,7 @@ from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.layout import Mesh, Replicate
 from ckpt_tools.core.text import are, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
-from ckpt_tools.formats.pickle.torch_stubs import Stored, StoredDTensor, StoredMesh
+from ckpt_tools.formats.pickle.stored import Stored, StoredDTensor, StoredMesh
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile, holds_other_state
 from ckpt_tools.formats.torch_file.dtensor_read import mesh_of
 from ckpt_tools.formats.torch_file.generations import written_by

@@ -19,7 +19,7 @@ from ckpt_tools.core.index import ByteRange, Chunk
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.errors import CheckpointError, UnsupportedError
-from ckpt_tools.formats.pickle.torch_stubs import Stored, StoredDTensor, StoredPieces, StoredTensor
+from ckpt_tools.formats.pickle.stored import Stored, StoredDTensor, StoredPieces, StoredTensor
 from ckpt_tools.formats.torch_file.open import SavedFile
 from ckpt_tools.storage.reader import Files
 

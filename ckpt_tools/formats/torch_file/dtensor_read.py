@@ -21,7 +21,7 @@ from ckpt_tools.core.layout import (
     strided_order,
 )
 from ckpt_tools.errors import UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.torch_stubs import (
+from ckpt_tools.formats.pickle.stored import (
     StoredDTensor,
     StoredMesh,
     StoredPieces,

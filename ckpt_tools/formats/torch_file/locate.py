@@ -20,7 +20,7 @@ from ckpt_tools.formats.protocol import is_there, lengths_of
 from ckpt_tools.storage.reader import Files, Unpack
 
 if TYPE_CHECKING:
-    from ckpt_tools.formats.pickle.torch_stubs import StoredTensor
+    from ckpt_tools.formats.pickle.stored import StoredTensor
 
 # Codecs of chunks whose stored elements have other signs than the tensor.
 SIGNS = frozenset({"negated", "conjugated"})

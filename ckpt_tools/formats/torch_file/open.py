@@ -19,7 +19,7 @@ from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.foreign import HEAD, sniff
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import load as pickles
-from ckpt_tools.formats.pickle.torch_stubs import (
+from ckpt_tools.formats.pickle.stored import (
     Stored,
     StoredDTensor,
     StoredPieces,

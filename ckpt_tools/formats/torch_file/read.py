@@ -23,7 +23,7 @@ from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf, flatten
-from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor
+from ckpt_tools.formats.pickle.stored import StoredDTensor
 from ckpt_tools.formats.torch_file.open import Held, open_saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.core.plain_values import TorchValue
-from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.pickle.limits import MAX_NDIM
 from ckpt_tools.formats.pickle.nodes import shown
 
@@ -52,28 +52,6 @@ def dtype_name(value: object) -> str | None:
     return str(value).removeprefix("torch.") if named else None
 
 
-class Opaque:
-    """A value that is not opened: ``qualname`` names its class or what would have made it.
-
-    ``flaw`` says why the value cannot be used: an UnsupportedError when tensors are in it, else an
-    UnsafePickleError.
-    """
-
-    __slots__ = ("flaw", "qualname")
-
-    def __init__(self, qualname: str, *, flaw: CheckpointError | None = None) -> None:
-        self.qualname = qualname
-        self.flaw = flaw
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether this stands for tensors that cannot be read."""
-        return isinstance(self.flaw, UnsupportedError)
-
-    def __repr__(self) -> str:
-        return f"Opaque({self.qualname!r})"
-
-
 Sign = Literal["negated", "conjugated"]
 
 
@@ -82,7 +60,6 @@ class StoredStorage(NamedTuple):
 
     key: str
     dtype: str | None
-    location: str
     numel: int
 
 
@@ -98,8 +75,6 @@ class StoredTensor:
     storage_offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    requires_grad: bool = False
-    is_parameter: bool = False
     sign: Sign | None = None
 
     @property
@@ -142,7 +117,6 @@ class StoredMesh:
     dim_names: tuple[str, ...] | None
     coordinate: tuple[int, ...] | None
     rank: int | None
-    device_type: str
     # Equal meshes share it, and it can be long: a hash without it tells meshes apart as well.
     rank_map: tuple[object, ...] | None = field(hash=False)
     strides: tuple[int, ...] | None
@@ -167,7 +141,7 @@ class StoredMesh:
 
 @dataclass(frozen=True, slots=True)
 class StoredDTensor:
-    """One rank's shard of a distributed tensor; ``shape`` and ``strides`` are the whole tensor's.
+    """One rank's shard of a distributed tensor of this whole ``shape``.
 
     ``shard_order`` lists, per cut tensor dimension, the mesh dimensions from the first cut to the
     last, where the file says so.
@@ -175,12 +149,10 @@ class StoredDTensor:
 
     local: StoredTensor
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
     dtype: str
     mesh: StoredMesh
     placements: tuple[StoredPlacement, ...]
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
-    requires_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ The command, and its report as lines for people and as JSON.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -324,12 +325,15 @@ def _proof(report: VerifyReport, beyond: str) -> Iterator[render.Fact]:
         yield "not proven", "the values: only headers were read"
         return
     checked = f"{format_size(reading.checked_bytes)} by {counted(reading.crcs, 'CRC-32')}"
-    plain = format_size(reading.plain_bytes)
-    said = f"{checked}; {plain} more are readable" if reading.crcs else f"{plain} are readable"
+    readable = "that every byte can be read" if report.whole else "nothing"
+    said = checked if reading.crcs else readable
     if report.whole and reading.checked_bytes + reading.plain_bytes < report.file_bytes:
         said += f"; the rest of {format_size(report.file_bytes)} is headers and padding"
     yield "proven", said
     if reading.plain_bytes:
+        first, *others = map(os.path.basename, reading.plain_files)
+        where = f"in {1 + len(others)} files" if others else f"of {first}"
+        plain = f"{format_size(reading.plain_bytes)} {where}"
         yield "not proven", f"{plain} have no checksum; {beyond}"
 
 

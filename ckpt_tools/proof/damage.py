@@ -40,12 +40,16 @@ class Damage(NamedTuple):
 
 @dataclass(slots=True)
 class ReadResult:
-    """What a reading of everything found: damages, CRCs that were right, bytes with and without."""
+    """What a reading of everything found: damages, CRCs that were right, bytes with and without.
+
+    ``plain_files`` are those that have bytes without.
+    """
 
     damages: list[Damage] = field(default_factory=list)
     crcs: int = 0
     checked_bytes: int = 0
     plain_bytes: int = 0
+    plain_files: set[str] = field(default_factory=set)
     parts: list[tuple[Checksummed, int]] = field(default_factory=list)
 
     def add(self, other: ReadResult) -> None:
@@ -54,6 +58,7 @@ class ReadResult:
         self.crcs += other.crcs
         self.checked_bytes += other.checked_bytes
         self.plain_bytes += other.plain_bytes
+        self.plain_files |= other.plain_files
         self.parts += other.parts
 
     def check(self, one: Checksummed, crc: int) -> None:
@@ -283,6 +288,7 @@ class _Checker:
         try:
             if one.crc is None:
                 reading.plain_bytes += sum(map(len, self._blocks(one.data)))
+                reading.plain_files.add(one.data.path)
                 return
             whole = one.record or one.data
             known = self.seen.crc_of(whole) if whole.length else None

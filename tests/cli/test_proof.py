@@ -58,7 +58,8 @@ def test_a_whole_checkpoint_ends_with_0() -> None:
     assert ": complete\n" in result.stdout
     assert "all 46 are complete" in result.stdout
     size = format_size(formats.read_index(DCP).file_bytes)
-    assert f"more are readable; the rest of {size} is headers and padding\n" in result.stdout
+    assert f"CRC-32s; the rest of {size} is headers and padding\n" in result.stdout
+    assert " of .metadata have no checksum" in result.stdout
 
 
 def test_quick_says_that_values_were_not_read() -> None:

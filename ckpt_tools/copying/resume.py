@@ -133,11 +133,11 @@ def finishing(place: OutputPlace) -> Iterator[Finisher]:
     finisher = Finisher(place)
     try:
         yield finisher
+        finisher.close()
     except BaseException:
         with suppress(WriteError):  # the error that ended the block says more
             finisher.close()
         raise
-    finisher.close()
 
 
 class Finisher:
@@ -149,6 +149,7 @@ class Finisher:
         self._place = place
         self._lock = threading.Lock()
         self._unsynced: dict[str, bool] = {}
+        self._syncing: dict[str, bool] = {}
         self._next_sync = 0.0
 
     def written(self, path: str, is_whole: bool) -> None:  # noqa: FBT001 (what is known of it)
@@ -162,13 +163,21 @@ class Finisher:
             if started < self._next_sync:
                 return
             written, self._unsynced = self._unsynced, {}
+            self._syncing |= written
         self._finish(written)
         ended = time.monotonic()
         self._next_sync = ended + SYNC_PAUSE * (ended - started)
 
     def close(self) -> None:
-        """Sync and finish what is left. Raises WriteError."""
-        self._finish(self._unsynced)
+        """Sync and finish what is left, also by a call that a signal ended. Raises WriteError."""
+        begun = {
+            path: is_whole
+            for path, is_whole in self._syncing.items()
+            if os.path.exists(os.path.join(self._place.unfinished, path))
+        }
+        left, self._unsynced = begun | self._unsynced, {}
+        self._syncing |= left
+        self._finish(left)
 
     def _finish(self, written: Mapping[str, bool]) -> None:
         try:
@@ -177,7 +186,11 @@ class Finisher:
             for path, is_whole in written.items():
                 if is_whole:
                     self._place.finish(path)
+                self._syncing.pop(path, None)
         except OSError as error:
+            # Never again: after an error a second sync can succeed without the data.
+            for path in written:
+                self._syncing.pop(path, None)
             raise unwritable(self._place.folder, error) from error
 
 

@@ -37,12 +37,14 @@ from ckpt_tools.formats.foreign import HEAD, not_a, sniff
 from ckpt_tools.formats.frameworks import RANDOM_STATES, FolderParts
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.containers import settled
+from ckpt_tools.formats.pickle.nodes import Opaque
 from ckpt_tools.formats.pickle.state_dict import flatten
 from ckpt_tools.formats.torch_file import read as torch_file
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
 _MAX_JSON = 64 << 20
+_MAX_DIGITS = 308  # what 128 bytes can hold: more are not read of a pickle, either
 
 
 def joined(
@@ -215,10 +217,16 @@ def _archive(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Br
     return [entry], of_paths([(place, entry.fqn)])
 
 
+def _number(digits: str) -> int | Opaque:
+    """A number of JSON; one of hundreds of digits is not opened, as one of a pickle."""
+    return int(digits) if len(digits) <= _MAX_DIGITS else Opaque("builtins.int")
+
+
 def _values(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Branch[str]]:
     """The values in a JSON file. Raises UnreadableError for what is none."""
     try:
-        value: object = json.loads(paths.head(path, min(length, _MAX_JSON)))
+        text = paths.head(path, min(length, _MAX_JSON))
+        value: object = json.loads(text, parse_int=_number)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path} is not valid JSON: {error}.") from error
     try:

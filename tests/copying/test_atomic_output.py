@@ -1,6 +1,7 @@
 """Outputs appear whole or not at all, wherever the process that makes them is killed."""
 
 import errno
+import math
 import os
 import shutil
 import signal
@@ -308,6 +309,37 @@ def test_a_file_gets_its_name_when_all_of_it_is_written_and_synced(
     assert place.finished(plans) == {"a/whole", "a/part"}
     with pytest.raises(FileNotFoundError):
         place.finish("a/lost")
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"), [(KeyboardInterrupt(), 3), (OSError(errno.EIO, "lost"), 0)]
+)
+def test_what_was_being_synced_is_finished_after_a_signal_and_not_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, kept: int
+) -> None:
+    place = resume.OutputPlace(str(tmp_path))
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "new").mkdir()
+    names = ("a", "b", "c")
+    for name in names:
+        (tmp_path / "unfinished" / name).write_bytes(b"data")
+    errors = [error]
+
+    def fsync(fd: int) -> None:  # noqa: ARG001 (its signature)
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    def finish() -> None:
+        with resume.finishing(place) as finisher:
+            finisher._next_sync = math.inf  # all of them when it ends
+            for name in names:
+                finisher.written(name, is_whole=True)
+
+    with pytest.raises((KeyboardInterrupt, WriteError)):
+        finish()
+    assert len(list((tmp_path / "new").iterdir())) == kept
 
 
 def test_what_the_disk_did_not_take_is_written_again(tmp_path: Path) -> None:

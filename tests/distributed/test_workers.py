@@ -83,7 +83,7 @@ def test_a_worker_killed_for_memory_is_one_error_and_exit_code_4(
 
 
 def test_a_worker_names_what_it_has_finished_when_another_one_fails(tmp_path: Path) -> None:
-    tensors = {f"{n:04}": np.zeros(1000, np.float32) for n in range(1200)}
+    tensors = {f"{n:04}": np.zeros(1000, np.float32) for n in range(4000)}
     save_file(tensors, tmp_path / "a.safetensors")
     words = ["export", "a.safetensors", "-o", "out", "--max-shard-size", "4KB", "-j", "2"]
     process = subprocess.Popen(
@@ -91,13 +91,19 @@ def test_a_worker_names_what_it_has_finished_when_another_one_fails(tmp_path: Pa
         env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     partial = tmp_path / "out.partial"
-    mine = [f"model-{n:05}-of-01200.safetensors" for n in range(1, 601)]
+    mine = [f"model-{n:05}-of-04000.safetensors" for n in range(1, 2001)]
+    theirs = [
+        partial / folder / "model-02001-of-04000.safetensors" for folder in ("unfinished", "new")
+    ]
+    until(lambda: any(path.exists() for path in theirs))
+    other = workers_of(process)[1]
+    os.kill(other, signal.SIGSTOP)  # else all may be written before it is killed
     until((partial / "new" / mine[30]).exists)
-    os.kill(workers_of(process)[1], signal.SIGKILL)
+    os.kill(other, signal.SIGKILL)
     _, said = process.communicate(timeout=30)
     assert "with --resume continues" in said
     named = {path.name for path in (partial / "new").iterdir()}
-    assert f"{len(named)} of 1,201 files" in said
+    assert f"{len(named)} of 4,001 files" in said
     assert len({*os.listdir(partial / "unfinished")} & {*mine}) <= 1
 
 

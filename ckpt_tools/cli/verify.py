@@ -5,6 +5,7 @@ The command, and its report as lines for people and as JSON.
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 from collections import Counter
@@ -305,7 +306,7 @@ def _rescue(report: VerifyReport) -> Iterator[render.Fact]:
         return
     names = [name for name, section in gone.items() if section == "model"]
     if len(names) <= _FEW and not report.lost and len(gone) < report.tensors:
-        without = "".join(f" -x {shlex.quote(name)}" for name in names)
+        without = "".join(f" -x {shlex.quote(glob.escape(name))}" for name in names)
         yield "rescue", f"ckpt-tools export {shlex.quote(report.root)} -o OUT{without}"
 
 

@@ -16,7 +16,7 @@ from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEnt
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, Shown
 from ckpt_tools.core.text import counted, first_of
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.containers import compare_containers
 from ckpt_tools.proof.diff_options import DiffOptions, Side
@@ -50,10 +50,16 @@ def _names(index: CheckpointIndex, options: DiffOptions, side: Side) -> dict[str
 
 
 def fitting(a: CheckpointIndex, b: CheckpointIndex, options: DiffOptions) -> DiffOptions:
-    """The options, with clean names where no tensor's name is on both sides."""
+    """The options, with clean names where only these are on both sides."""
     names = [{entry.fqn for entry in side.tensors} for side in (a, b)]
-    is_apart = all(names) and names[0].isdisjoint(names[1])
-    return replace(options, clean=True) if is_apart and not options.renames else options
+    if options.clean or options.renames or not names[0].isdisjoint(names[1]):
+        return options
+    clean = replace(options, clean=True)
+    try:
+        here, there = _names(a, clean, "a"), _names(b, clean, "b")
+    except CkptError:  # two names of one side would be one
+        return options
+    return options if here.keys().isdisjoint(there) else clean
 
 
 @dataclass(frozen=True, slots=True, repr=False)

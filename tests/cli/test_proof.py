@@ -309,6 +309,15 @@ def test_where_no_name_is_common_they_are_compared_without_containers() -> None:
     assert "--clean-names" in run("diff", DCP, OTHER).stderr  # both have an object `step`
 
 
+def test_names_that_clean_ones_would_mix_up_are_compared_as_they_are(tmp_path: Path) -> None:
+    both = {"model": {"w": torch.ones(2)}, "state_dict": {"w": torch.ones(2)}}
+    torch.save(both, tmp_path / "a.pt")
+    torch.save({"q": torch.ones(2)}, tmp_path / "b.pt")
+    done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert (done.exit_code, done.stderr) == (1, "")
+    assert "only in A" in done.stdout
+
+
 def test_other_values_of_another_type_are_called_values(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"a": torch.full((2,), 2.0).half(), "b": torch.ones(2).half()}, tmp_path / "b.pt")

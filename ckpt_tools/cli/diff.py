@@ -27,8 +27,8 @@ _HELP = """Show the differences between two checkpoints: names, types, values, o
 
 A and B can have different formats and meshes. Values are compared bit by bit, or with --rtol and
 --atol: then |a - b| can be up to atol + rtol * |b|. Names are compared unchanged; --clean-names,
-which is implied where only clean names are on both sides, removes containers (app.model) and wrapper
-components, and names outside the model then begin with their section
+which is implied where only clean names are on both sides, removes containers (app.model) and
+wrapper components, and names outside the model then begin with their section
 (optim:state.emb.weight.exp_avg). --rename PATTERN=NEW changes names by a regular
 expression; with the prefix `a:` or `b:` on one side only.
 

@@ -57,9 +57,9 @@ class Dcp(PackageFormat):
         return objects.object_digests(entry, files)
 
     def rank_of(self, path: str) -> int | None:
-        from ckpt_tools.formats.dcp import checks
+        from ckpt_tools.formats.dcp import data_files
 
-        return checks.rank_of(path)
+        return data_files.rank_of(path)
 
     def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[ChecksumPart]:
         from ckpt_tools.formats.dcp import items

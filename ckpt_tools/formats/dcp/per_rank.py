@@ -25,8 +25,7 @@ from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.formats.dcp import items as dcp_items
 from ckpt_tools.formats.dcp import objects as dcp_objects
-from ckpt_tools.formats.dcp.checks import rank_of
-from ckpt_tools.formats.dcp.chunks import StoredItems
+from ckpt_tools.formats.dcp.data_files import StoredItems, rank_of
 from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
 from ckpt_tools.formats.protocol import Checksummed, is_there, lengths_of
 from ckpt_tools.formats.replicas import Replicas

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from ckpt_tools.core import names
@@ -31,8 +31,7 @@ from ckpt_tools.errors import (
     unreadable,
 )
 from ckpt_tools.formats.dcp import per_rank
-from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of
-from ckpt_tools.formats.dcp.chunks import StoredItems
+from ckpt_tools.formats.dcp.data_files import DATA_FILE, StoredItems, problems_of
 from ckpt_tools.formats.dcp.items import TORCH_SAVE, tensors_in
 from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
 from ckpt_tools.formats.dcp.objects import open_containers
@@ -62,6 +61,7 @@ def matches(path: str) -> bool:
     )
 
 
+@collector_paused()  # it would look through millions of new chunks again and again
 def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:  # noqa: ARG001 (one signature for all)
     """The index of a DCP directory, from `.metadata` and file sizes.
 
@@ -69,38 +69,15 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     foreign class, UnsupportedError for transforms and flat parameters. Missing or short files,
     holes and overlaps become problems of the index.
     """
-    with collector_paused():  # it would look through millions of new chunks again and again
-        return _read_index(path)
-
-
-def _read_index(path: str) -> CheckpointIndex:
     refuse_special([os.path.join(path, ".metadata")])
-    sizes = _file_sizes(path)
+    try:
+        sizes = paths.file_sizes(path)
+    except OSError as error:
+        raise unreadable(path, error, doing="listed") from error
     union = _read_metadata(path, sizes)
     sizes |= paths.sizes_of_named(path, union.files - sizes.keys())
-    metadata = union.metadata
-    _refuse_flat_parameters(path, metadata.tensors)
-    path_of = _paths(metadata)
-    tensors, objects = _entries(metadata, path_of, StoredItems(path, metadata.storage))
+    index = _as_stated(path, union, sizes)
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
-    # Of another save into the same folder; those of ranks with nothing are empty.
-    strays = {n for n in sizes.keys() - union.files if DATA_FILE.fullmatch(n) and sizes[n]}
-    # Even a rank with nothing leaves a file.
-    names_of_data = filter(None, map(DATA_FILE.fullmatch, (sizes.keys() | union.files) - strays))
-    ranks = [int(match[1]) for match in names_of_data]
-    index = CheckpointIndex(
-        root=path,
-        format="dcp",
-        tensors=tensors,
-        objects=tuple(entry for entry in objects if entry is not None),
-        files=tuple(
-            FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(union.files)
-        ),
-        world_size=max(ranks) + 1 if ranks else None,
-        notes=tuple(_notes(sizes, strays, objects)),
-        problems=(*union.problems, *_misplaced(metadata, path), *_reshaped(metadata)),
-        tree=of_paths((path, fqn) for fqn, path in path_of.items()),
-    )
     index = per_rank.with_replicas(index, union.written_twice) if union.written_twice else index
     with Files() as files:
         if _lengths_are_bare(index):
@@ -109,11 +86,44 @@ def _read_index(path: str) -> CheckpointIndex:
             index = safetensors_data.resolve(index, files)
         if union.written_twice or union.complaints:
             index = per_rank.compared(index, union.written_twice, union.complaints, files)
-        if not metadata.planner_data:
+        if not union.metadata.planner_data:
             index = _with_packed(index, files)
         index = replace(index, problems=(*index.problems, *problems_of(index, sizes)))
         index = open_containers(index, files)
-    return _classified(index) if index.packed else index
+    if not index.packed:
+        return index
+    # The sections that entries have beside what containers held.
+    objects = {entry.path for entry in index.objects}
+    sections = names.sections_of([entry.path for entry in index.entries], objects=objects)
+    return replace(
+        index,
+        tensors=tuple(replace(entry, section=sections[entry.path]) for entry in index.tensors),
+        objects=tuple(replace(entry, section=sections[entry.path]) for entry in index.objects),
+    )
+
+
+def _as_stated(path: str, union: Union, sizes: Mapping[str, int]) -> CheckpointIndex:
+    """The index as `.metadata` states it; no data file is opened."""
+    path_of = _paths(union.metadata)
+    tensors, objects = _entries(path, union.metadata, path_of)
+    # Of another save into the same folder; those of ranks with nothing are empty.
+    strays = {n for n in sizes.keys() - union.files if DATA_FILE.fullmatch(n) and sizes[n]}
+    # Even a rank with nothing leaves a file.
+    names_of_data = filter(None, map(DATA_FILE.fullmatch, (sizes.keys() | union.files) - strays))
+    ranks = [int(match[1]) for match in names_of_data]
+    return CheckpointIndex(
+        root=path,
+        format="dcp",
+        tensors=tensors,
+        objects=tuple(entry for entry in objects if entry is not None),
+        files=tuple(
+            FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(union.files)
+        ),
+        world_size=max(ranks) + 1 if ranks else None,
+        notes=tuple(_notes(sizes, strays, lost=sum(entry is None for entry in objects))),
+        problems=(*union.problems, *_problems(union.metadata, path)),
+        tree=of_paths((path, fqn) for fqn, path in path_of.items()),
+    )
 
 
 def _lengths_are_bare(index: CheckpointIndex) -> bool:
@@ -131,17 +141,25 @@ def _lengths_are_bare(index: CheckpointIndex) -> bool:
 
 
 def _entries(
-    metadata: Metadata, path_of: Mapping[str, Path], stored: StoredItems
+    root: str, metadata: Metadata, path_of: Mapping[str, Path]
 ) -> tuple[tuple[TensorEntry, ...], tuple[ObjectEntry | None, ...]]:
     """Tensors and objects by name; None for an object without a place in any file."""
+    flat = next((fqn for fqn in metadata.tensors if fqn.rpartition(".")[2] in _FLAT_PARAM), None)
+    if flat is not None:
+        raise UnsupportedError(
+            f"{root} holds flat parameters ({flat}): FSDP1 saved it with LOCAL_STATE_DICT, and "
+            "neither names nor shapes of the parameters in them are stored.",
+            hint="Load it in the job that saved it, with as many ranks, and save again with "
+            "SHARDED_STATE_DICT and a device_mesh, or with FULL_STATE_DICT.",
+        )
     opaque = {path_of[fqn] for fqn in metadata.objects}
-    by_path = names.sections_of(list(path_of.values()), objects=opaque)
-    sections = {fqn: by_path[path] for fqn, path in path_of.items()}
+    sections = names.sections_of(list(path_of.values()), objects=opaque)
+    stored = StoredItems(root, metadata.storage)
     tensors = tuple(
         TensorEntry(
             fqn=fqn,
             path=path_of[fqn],
-            section=sections[fqn],
+            section=sections[path_of[fqn]],
             dtype=dtype_named(meta.dtype),
             shape=tuple(meta.shape),
             chunks=stored.chunks(fqn, meta.boxes),
@@ -149,33 +167,12 @@ def _entries(
         for fqn, meta in sorted(metadata.tensors.items())
         if meta.dtype in BY_NAME
     )
-    unread = {fqn for fqn, meta in metadata.tensors.items() if meta.dtype not in BY_NAME}
+    unread = {f: meta.dtype for f, meta in metadata.tensors.items() if meta.dtype not in BY_NAME}
     objects = tuple(
-        stored.object(fqn, path_of[fqn], sections[fqn])
-        if fqn in metadata.objects
-        else stored.unread(fqn, path_of[fqn], sections[fqn], dtype=metadata.tensors[fqn].dtype)
+        stored.object(fqn, path_of[fqn], sections[path_of[fqn]], unread.get(fqn))
         for fqn in sorted({*metadata.objects, *unread})
     )
     return tensors, objects
-
-
-def _classified(index: CheckpointIndex) -> CheckpointIndex:
-    """The same entries in the sections that they have beside what containers held."""
-    objects = {entry.path for entry in index.objects}
-    sections = names.sections_of([entry.path for entry in index.entries], objects=objects)
-    return replace(
-        index,
-        tensors=tuple(replace(entry, section=sections[entry.path]) for entry in index.tensors),
-        objects=tuple(replace(entry, section=sections[entry.path]) for entry in index.objects),
-    )
-
-
-def _file_sizes(path: str) -> dict[str, int]:
-    """Length in bytes of every file in the directory, those in sub-folders not included."""
-    try:
-        return paths.file_sizes(path)
-    except OSError as error:
-        raise unreadable(path, error, doing="listed") from error
 
 
 def _read_metadata(path: str, sizes: Mapping[str, int]) -> Union:
@@ -220,17 +217,6 @@ def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
     )
 
 
-def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
-    for fqn in fqns:
-        if fqn.rpartition(".")[2] in _FLAT_PARAM:
-            raise UnsupportedError(
-                f"{path} holds flat parameters ({fqn}): FSDP1 saved it with LOCAL_STATE_DICT, and "
-                "neither names nor shapes of the parameters in them are stored.",
-                hint="Load it in the job that saved it, with as many ranks, and save again with "
-                "SHARDED_STATE_DICT and a device_mesh, or with FULL_STATE_DICT.",
-            )
-
-
 def _paths(metadata: Metadata) -> dict[str, Path]:
     """The path of every entry: planner_data's, in its order, or the name alone without one.
 
@@ -247,13 +233,11 @@ def _paths(metadata: Metadata) -> dict[str, Path]:
     return known | paths
 
 
-def _misplaced(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
-    """Names that planner_data places elsewhere than they say: one of the two is damaged.
-
-    torch names an entry by its path, with dots between the keys.
-    """
+def _problems(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
+    """Entries of which `.metadata` itself says that they cannot be used."""
     planner = metadata.planner_data or {}
     entries = metadata.tensors.keys() | metadata.objects
+    # torch names an entry by its path, with dots between the keys: one of the two is damaged.
     wrong = {fqn for fqn, path in planner.items() if ".".join(map(str, path)) != fqn}
     strangers, left = planner.keys() - entries, entries - planner.keys()
     if planner and strangers and left:
@@ -265,24 +249,17 @@ def _misplaced(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
             hint="Take .metadata from another copy; which of the two is right cannot be known.",
             about=wrong & entries,
         )
+    for fqn in sorted(metadata.tensors.keys() & (metadata.reshaped or ())):
+        yield UnsupportedError(
+            f"{fqn} is flattened by Megatron's distributed optimizer: pieces of ranks are "
+            f"stored, in the shape {list(metadata.tensors[fqn].shape)} that no tensor has.",
+            hint="Megatron keeps its shape with --dist-ckpt-optim-fully-reshardable; --only "
+            "model leaves it out.",
+            about=[fqn],
+        )
 
 
-def _reshaped(metadata: Metadata) -> Iterator[CheckpointError]:
-    """The tensors that Megatron's distributed optimizer has flattened, which are not read."""
-    for fqn in sorted(metadata.reshaped or ()):
-        if fqn in metadata.tensors:
-            yield UnsupportedError(
-                f"{fqn} is flattened by Megatron's distributed optimizer: pieces of ranks are "
-                f"stored, in the shape {list(metadata.tensors[fqn].shape)} that no tensor has.",
-                hint="Megatron keeps its shape with --dist-ckpt-optim-fully-reshardable; --only "
-                "model leaves it out.",
-                about=[fqn],
-            )
-
-
-def _notes(
-    sizes: Mapping[str, int], strays: Collection[str], objects: Sequence[ObjectEntry | None]
-) -> Iterable[str]:
+def _notes(sizes: Mapping[str, int], strays: Collection[str], *, lost: int) -> Iterator[str]:
     if strays:
         them = some(sorted(strays))
         yield f"Ignored {len(strays)} data files that .metadata does not name: {them}."
@@ -291,7 +268,6 @@ def _notes(
             "There is a .metadata.tmp beside .metadata: a later save into this folder was "
             "interrupted, and has written over data files."
         )
-    lost = sum(entry is None for entry in objects)
     if lost:
         yield f"{counted(lost, 'object')} named in .metadata without a place in any file."
 
@@ -304,8 +280,8 @@ def _with_packed(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     Raises what is wrong when nothing but such objects is there, or when one holds the shards of
     the rank that wrote it alone.
     """
-    held = [(e.fqn, tensors) for e in index.objects if (tensors := tensors_in(e, files))]
-    for fqn, tensors in held:
+    held = {e.fqn: tensors for e in index.objects if (tensors := tensors_in(e, files))}
+    for fqn, tensors in held.items():
         if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
             raise IncompleteError(
                 f"{index.root} was saved with flatten_state_dict=False: {fqn!r} is one "
@@ -314,19 +290,19 @@ def _with_packed(index: CheckpointIndex, files: Files) -> CheckpointIndex:
             )
     if not held:
         return index
-    counts = some([f"{fqn!r} ({len(tensors)} tensors inside)" for fqn, tensors in held])
+    counts = some([f"{fqn!r} ({len(tensors)} tensors inside)" for fqn, tensors in held.items()])
     error = UnsupportedError(
         f"{index.root} was saved with flatten_state_dict=False: {counts} is one pickle, not an "
         "entry for each tensor.",
         hint="Load it with DefaultLoadPlanner(flatten_state_dict=False) of "
         "torch.distributed.checkpoint, and save it again with the default planner or torch.save.",
-        about=[fqn for fqn, _ in held],
+        about=held,
     )
     if not index.tensors:
         raise error
     objects = [
         replace(entry, section=names.container_of([(*entry.path, "")]).get(entry.path, "other"))
-        if entry.fqn in error.about
+        if entry.fqn in held
         else entry
         for entry in index.objects
     ]

@@ -1,0 +1,252 @@
+"""The data files of a DCP directory: their items as chunks and objects, and which files are missing
+or short, which entries are in them, and what is still complete.
+
+All by what `.metadata` says and by the sizes of files; none is opened. A million chunks cost two
+numbers each: which boxes there are and who saved them is the same for most tensors, and kept once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpt_tools.core.coverage import uncovered
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import (
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    Grid,
+    GridChunks,
+    ObjectEntry,
+    Path,
+    Section,
+)
+from ckpt_tools.core.text import are, some
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    NotReadError,
+    UnreadableError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.dcp.items import TORCH_SAVE, ZSTD
+from ckpt_tools.formats.dcp.metadata import Storage, StorageInfo
+from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
+from ckpt_tools.storage import paths
+
+DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
+_CODECS = {(): TORCH_SAVE, ("stream.zstd/1",): ZSTD}  # by the transforms of an item
+
+
+def rank_of(path: str) -> int | None:
+    """The rank that wrote a data file, by its name."""
+    match = DATA_FILE.fullmatch(os.path.basename(path))
+    return int(match[1]) if match else None
+
+
+# ------------------------------------------------------------------------------------------- items
+
+
+class _DataFile(NamedTuple):
+    """What a relative path and its transforms mean: file, packing of items, and who wrote it."""
+
+    path: str
+    codec: str
+    rank: int | None
+
+
+class StoredItems:
+    """The items of a DCP directory: chunks of tensors, and objects."""
+
+    def __init__(self, root: str, storage: Storage) -> None:
+        self._root = root
+        self._storage = storage
+        self._places: dict[tuple[str, tuple[str, ...]], _DataFile] = {}
+        # By the identity of the boxes, which tensors with the same cut share and a grid keeps.
+        self._grids: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Grid] = {}
+
+    @property
+    def file_names(self) -> set[str]:
+        """The files that are named, relative to the directory."""
+        every = (infos.values() for infos in self._storage.values())
+        return {info.relative_path for infos in every for info in infos}
+
+    def chunks(self, fqn: str, boxes: tuple[Box, ...]) -> Sequence[Chunk]:
+        """The chunks that have an item; one without is a hole, which the coverage check names."""
+        items = self._storage.get(fqn, {})
+        try:
+            infos = [items[box.offsets] for box in boxes]
+        except KeyError:
+            boxes = tuple(box for box in boxes if box.offsets in items)
+            infos = [items[box.offsets] for box in boxes]
+        kinds = {info.transforms for info in infos}
+        if len(kinds) != 1:
+            return list(map(self._chunk, boxes, infos))
+        transforms = kinds.pop()
+        key = id(boxes), tuple([info.relative_path for info in infos]), transforms
+        grid = self._grids.get(key)
+        if grid is None:
+            places = [self._place(path, transforms) for path in key[1]]
+            paths, ranks = (place.path for place in places), (place.rank for place in places)
+            grid = self._grids[key] = Grid(boxes, tuple(paths), tuple(ranks))
+        starts, lengths = [info.offset for info in infos], [info.length for info in infos]
+        return GridChunks(grid, starts, lengths, self._place(key[1][0], transforms).codec)
+
+    def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
+        place = self._place(info.relative_path, info.transforms)
+        data = ByteRange(place.path, info.offset, info.length)
+        return Chunk(box, data, codec=place.codec, rank=place.rank)
+
+    def object(
+        self, fqn: str, path: Path, section: Section, unread: str | None
+    ) -> ObjectEntry | None:
+        """The entry of an object, or of a tensor whose element type is ``unread``; None when no
+        file holds it.
+        """
+        infos = self._storage.get(fqn, {})
+        info = infos.get(None) if unread is None else next(iter(infos.values()), None)
+        if info is None:
+            return None
+        place = self._place(info.relative_path, info.transforms)
+        data = ByteRange(place.path, info.offset, info.length)
+        entry = ObjectEntry(fqn, path, section, data, codec=place.codec)
+        if unread is None:
+            return entry
+        flaw = NotReadError(
+            f"a tensor of element type {unread}, which is not read.",
+            hint="Load it where it was saved, make plain tensors of it (.dequantize()), and save "
+            "it again; -x leaves the entry out.",
+        )
+        return replace(entry, type_name=f"tensor of {unread}", flaw=flaw)
+
+    def _place(self, relative_path: str, transforms: tuple[str, ...]) -> _DataFile:
+        """Raises UnsupportedError for a transform that is not known."""
+        key = relative_path, transforms
+        if key not in self._places:
+            path, codec = os.path.join(self._root, relative_path), _CODECS.get(transforms)
+            if codec is None:
+                raise UnsupportedError(
+                    f"{path} is packed with {list(transforms)}, which is not known here; only "
+                    "stream.zstd/1 is.",
+                    hint="Save again without this extension.",
+                )
+            self._places[key] = _DataFile(path, codec, rank_of(relative_path))
+        return self._places[key]
+
+
+# ------------------------------------------------------------------------------------------ damage
+
+
+def problems_of(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[CheckpointError]:
+    """What keeps a DCP directory from being whole: files missing or short, holes, overlaps.
+
+    ``sizes`` are the lengths in bytes of the files that are there, by name.
+    """
+    ends: dict[str, list[int]] = defaultdict(list)
+    for entry in index.tensors:
+        if isinstance(entry.chunks, GridChunks):
+            for path, end in entry.chunks.ends():
+                ends[path].append(end)
+            continue
+        for data in (data for chunk in entry.chunks for data in (chunk.data, *chunk.replicas)):
+            ends[data.path].append(data.offset + data.length)
+    for item in index.objects:
+        ends[item.data.path].append(item.data.offset + item.data.length)
+    problems: list[CheckpointError] = []
+    shared = {path for path, own in ends.items() if len(set(own)) < len(own)}
+    if shared and index.format == "dcp":  # of safetensors, an empty chunk ends with its neighbour
+        problems.append(_at_one_place(index, shared))
+    problems += _file_problems(index, sizes, {path: max(own) for path, own in ends.items()})
+    whole: set[tuple[Grid | None, tuple[int, ...]]] = set()
+    for entry in index.tensors:
+        kind = entry.grid, entry.shape
+        if kind in whole:
+            continue
+        holes = list(uncovered([entry]))
+        problems += holes
+        if not holes and entry.grid is not None:
+            whole.add(kind)
+    return problems
+
+
+def _file_problems(
+    index: CheckpointIndex, sizes: Mapping[str, int], needs: Mapping[str, int]
+) -> Iterator[CheckpointError]:
+    """Files that are missing, or shorter than they need to be, with the names that this damages."""
+    found = {path: sizes.get(os.path.relpath(path, index.root)) for path in needs}
+    bad = {path: size for path, size in found.items() if size is None or size < needs[path]}
+    if not bad:
+        return
+    damaged: dict[str, set[str]] = {path: set() for path in bad}
+    for fqn, (path, offset, length), box_sizes in _items(index):
+        if path in bad and offset + length > (bad[path] or 0) and 0 not in box_sizes:
+            damaged[path].add(fqn)
+    missing = sorted(path for path, size in bad.items() if size is None)
+    if missing:
+        folders = {path: " (a folder)" for path in missing if paths.is_dir(path)}
+        shown = ", ".join(os.path.basename(path) + folders.get(path, "") for path in missing)
+        yield IncompleteError(
+            f"{index.root}: {len(missing)} of {len(needs)} data files {are(len(missing))} not "
+            f"there: {shown}.",
+            hint=_damage(index, damaged, missing),
+            about=sorted(set().union(*(damaged[path] for path in missing))),
+        )
+    for path, size in sorted(bad.items()):
+        if size is not None and is_lfs_pointer(paths.head(path, 64)):
+            yield lfs_pointer(path).concerning(sorted(damaged[path]))
+        elif size is not None:
+            yield UnreadableError(
+                f"{path} is truncated: {size:,} bytes, the index needs {needs[path]:,}.",
+                hint=_damage(index, damaged, [path]),
+                about=sorted(damaged[path]),
+            )
+
+
+def _at_one_place(index: CheckpointIndex, files: Collection[str]) -> CheckpointError:
+    """The error for items of these files that lie at the same bytes, as torch never writes them.
+
+    A flipped bit in a pickle's reference gives an item the file of another, at its own offset.
+    """
+    names: dict[ByteRange, list[str]] = defaultdict(list)
+    for fqn, data, _ in _items(index):
+        if data.path in files:
+            names[data].append(fqn)
+    wrong = {fqn for own in names.values() if len(own) > 1 for fqn in own}
+    return UnreadableError(
+        f"{index.root}/.metadata is damaged: it has several items at the same bytes, of "
+        f"{some(sorted(wrong))}.",
+        hint="Take .metadata from another copy; which item lies there cannot be known.",
+        about=wrong,
+    )
+
+
+def _items(index: CheckpointIndex) -> Iterator[tuple[str, ByteRange, tuple[int, ...]]]:
+    """The name, place and sizes of each chunk and object."""
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            for data in (chunk.data, *chunk.replicas):
+                yield entry.fqn, data, chunk.box.sizes
+    for item in index.objects:
+        yield item.fqn, item.data, ()
+
+
+def _damage(index: CheckpointIndex, damaged: Mapping[str, set[str]], paths: Sequence[str]) -> str:
+    """How much is damaged and what is complete, as text."""
+    fqns = set().union(*(damaged[path] for path in paths))
+    tensors = [entry for entry in index.tensors if entry.fqn in fqns]
+    total = len(index.tensors)
+    ranks = {chunk.rank for entry in index.tensors for chunk in entry.chunks}
+    bad_ranks = {rank_of(path) for path in damaged}
+    intact = sorted(rank for rank in ranks - bad_ranks if rank is not None)
+    text = f"Damaged: {len(tensors)} of {total} tensors; {total - len(tensors)} are complete."
+    if intact:
+        verb = "Rank {} is" if len(intact) == 1 else "Ranks {} are"
+        text += f" {verb.format(some([str(rank) for rank in intact], 8))} intact."
+    if len(tensors) < total:
+        text += "\n`ckpt-tools verify` names them; export with -i or -x rescues what is complete."
+    return text

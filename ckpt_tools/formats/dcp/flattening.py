@@ -16,22 +16,14 @@ from typing import Literal
 
 from ckpt_tools.core.state_tree import Branch, L, Path, of_paths
 
+# What an item says of the list that it is in.
+_Says = Literal["walk", "pack", "nothing"]
+
 
 def items_of(
     tree: Branch[L], *, is_tensor: Callable[[L], bool]
 ) -> Iterator[tuple[Path, L | Branch[L]]]:
-    """Each item with its path, in torch's order: a leaf, or a container that is pickled as one."""
-    return tree.walk_to(lambda branch: _is_one_item(branch, is_tensor))
-
-
-def as_read(tree: Branch[L], *, is_tensor: Callable[[L], bool]) -> Branch[L]:
-    """The tree as it is read back from a DCP directory, which stores only paths."""
-    made: Branch[L | Branch[L]] = of_paths(items_of(tree, is_tensor=is_tensor))
-    return made  # type: ignore[return-value]  # a leaf that is a container is one of the tree
-
-
-def _is_one_item(branch: Branch[L], is_tensor: Callable[[L], bool]) -> bool:
-    """Whether torch pickles a container as a whole.
+    """Each item with its path, in torch's order: a leaf, or a container that is pickled as one.
 
     A list of values alone is a leaf, so of a list that is a container something was walked, and
     may be gone. It is one item only where the tuples in it say that nothing was.
@@ -45,8 +37,10 @@ def _is_one_item(branch: Branch[L], is_tensor: Callable[[L], bool]) -> bool:
             return "pack" if inner.kind == "tuple" else "walk"
         return "pack" if "pack" in items and "walk" not in items else "walk"
 
-    return branch.fold(leaf, container) == "pack"
+    return tree.walk_to(lambda branch: branch.fold(leaf, container) == "pack")
 
 
-# What an item says of the list that it is in.
-_Says = Literal["walk", "pack", "nothing"]
+def as_read(tree: Branch[L], *, is_tensor: Callable[[L], bool]) -> Branch[L]:
+    """The tree as it is read back from a DCP directory, which stores only paths."""
+    made: Branch[L | Branch[L]] = of_paths(items_of(tree, is_tensor=is_tensor))
+    return made  # type: ignore[return-value]  # a leaf that is a container is one of the tree

@@ -199,7 +199,17 @@ class _Opener:
         where = f"{item.path}, item of {entry.fqn}"
         archive = archive_of(self._files, item, where)
         stored = self._stored(archive.read("data.pkl"), where)
-        _check(entry, chunk, stored, where)
+        if stored.dtype != entry.dtype.name:
+            raise CheckpointError(
+                f"{where} is {stored.dtype}, but .metadata says {entry.dtype.name}."
+            )
+        if stored.shape != chunk.box.sizes:
+            raise CheckpointError(
+                f"{where} has shape {list(stored.shape)}, but .metadata says "
+                f"{list(chunk.box.sizes)} at {list(chunk.box.offsets)}.",
+                hint="torch saved it so: FSDP2 over a tensor-parallel dimension that does not "
+                "divide. Which rows these are cannot be known; save again from the job, gathered.",
+            )
         name = f"data/{stored.storage.key}"
         record = archive.record(name)
         self._keep_crc(item, ByteRange(item.path, *record[:2]), record.crc, name)
@@ -248,19 +258,6 @@ class _ItemContents(NamedTuple):
     offset: int
     length: int
     strides: tuple[int, ...] | None
-
-
-def _check(entry: TensorEntry, chunk: Chunk, stored: StoredTensor, where: str) -> None:
-    """The item's own dtype and shape must be what `.metadata` says."""
-    if stored.dtype != entry.dtype.name:
-        raise CheckpointError(f"{where} is {stored.dtype}, but .metadata says {entry.dtype.name}.")
-    if stored.shape != chunk.box.sizes:
-        raise CheckpointError(
-            f"{where} has shape {list(stored.shape)}, but .metadata says {list(chunk.box.sizes)} "
-            f"at {list(chunk.box.offsets)}.",
-            hint="torch saved it so: FSDP2 over a tensor-parallel dimension that does not divide. "
-            "Which rows these are cannot be known; save again from the job, gathered.",
-        )
 
 
 def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
@@ -312,28 +309,27 @@ def tensors_in(entry: ObjectEntry, files: Files) -> list[Stored]:
 
     An object that cannot be opened counts as one without: choosing it raises the error.
     """
-    item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
-    where = f"{item.path}, item of {entry.fqn}"
     try:
-        archive = archive_of(files, item, where)
+        archive = archive_of_object(entry, files)
         if not any(name.startswith("data/") for name in archive.names):
             return []
-        value = pickles.load_tensors(archive.read("data.pkl"), where=where)
+        value = pickles.load_tensors(archive.read("data.pkl"), where=archive.where)
     except CheckpointError:
         return []
-    if not isinstance(value, dict):
-        return []  # torch packs a tuple of tensors always
-    found: list[Stored] = []
-    waiting: list[object] = [value]
-    while waiting:
-        one = waiting.pop()
+    # torch packs a tuple of tensors always.
+    inside: list[object] = [value] if isinstance(value, dict) else []
+    for one in inside:  # which grows
         if isinstance(one, dict):
-            waiting += one.values()
+            inside += one.values()
         elif isinstance(one, list | tuple):
-            waiting += one
-        elif isinstance(one, Stored):
-            found.append(one)
-    return found
+            inside += one
+    return [one for one in inside if isinstance(one, Stored)]
+
+
+def archive_of_object(entry: ObjectEntry, files: Files) -> torch_zip.Archive:
+    """The archive of an object, inflated where it is compressed. Raises UnreadableError."""
+    item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
+    return archive_of(files, item, f"{entry.data.path}, item of {entry.fqn}")
 
 
 def archive_of(files: Files, item: ByteRange, where: str) -> torch_zip.Archive:

@@ -113,8 +113,10 @@ class StorageInfo(Repeated):
         self.relative_path = _inside(path)
         self.offset = offset
         self.length = length
-        transforms = state.get("transform_descriptors") if len(state) > 3 else None
-        self.transforms = _transforms(transforms) if transforms else ()
+        transforms = state.get("transform_descriptors") or ()
+        if not isinstance(transforms, tuple | list) or len(transforms) > 16:
+            raise TypeError("transform descriptors that are no short list")
+        self.transforms = tuple(one if is_word(one) else shown(one) for one in transforms)
         state.clear()
 
     @classmethod
@@ -133,12 +135,6 @@ class StorageInfo(Repeated):
 
 
 _inside = lru_cache(maxsize=4096)(inside)  # one file has thousands of items
-
-
-def _transforms(value: object) -> tuple[str, ...]:
-    if not isinstance(value, tuple | list) or not 0 < len(value) <= 16:
-        raise TypeError("transform descriptors that are no short list")
-    return tuple(item if is_word(item) else shown(item) for item in value)
 
 
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
@@ -320,7 +316,13 @@ def _tensor(fqn: str, entry: dict[object, object], cuts: _Cuts) -> TensorMeta:
     properties, chunks = entry.get("properties"), entry.get("chunks")
     if not _is(properties, _PROPERTIES) or type(chunks) is not list:
         raise UnreadableError(f"describes {fqn} without its properties or chunks.")
-    found, layout = _type_and_layout(properties)
+    state = properties.state
+    if type(state) is tuple and len(state) >= 2:
+        found, layout = state[:2]  # requires grad, memory format, pinned and more follow
+    elif properties.fields:
+        found, layout = properties.fields.get("dtype"), properties.fields.get("layout")
+    else:
+        raise AttributeError("state")
     dtype = dtype_name(found)
     if dtype is None:
         raise UnreadableError(f"gives {fqn} the element type {shown(found)}.")
@@ -328,16 +330,6 @@ def _tensor(fqn: str, entry: dict[object, object], cuts: _Cuts) -> TensorMeta:
         raise UnsupportedError(f"{fqn} is stored with layout {shown(layout)}.")
     shape = as_counts(entry.get("size"), f"the shape of {fqn}")
     return TensorMeta(dtype, shape, cuts.boxes(fqn, shape, chunks))
-
-
-def _type_and_layout(properties: Instance) -> tuple[object, object]:
-    """Two of (dtype, layout, requires grad, memory format, pinned, …): a tuple, a dict before."""
-    state = properties.state
-    if type(state) is tuple and len(state) >= 2:
-        return state[0], state[1]
-    if not properties.fields:
-        raise AttributeError("state")
-    return properties.fields.get("dtype"), properties.fields.get("layout")
 
 
 class _Cuts:

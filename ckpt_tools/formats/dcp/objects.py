@@ -6,7 +6,7 @@ torch pickles a tuple as one item whatever it holds, and so do other tools with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,10 +22,17 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsafePickleError, UnsupportedError
-from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of, fetched, unpacked
+from ckpt_tools.formats.dcp.items import (
+    ARCHIVES,
+    TORCH_SAVE,
+    ZSTD,
+    archive_of_object,
+    fetched,
+    unpacked,
+)
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.nodes import Opaque
-from ckpt_tools.formats.pickle.stored import Stored, StoredTensor
+from ckpt_tools.formats.pickle.stored import StoredTensor
 from ckpt_tools.formats.protocol import Index, is_there, lengths_of
 from ckpt_tools.formats.torch_file.locate import resolved
 from ckpt_tools.formats.zip import read as torch_zip
@@ -152,17 +159,7 @@ def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]
         # Names stand in the directory as they are. torch's own ".data/…" has a dot before it.
         if _RECORDS in end or b"PK\x05\x06" not in end:
             yield entry
-    yield from (e for e in there if e.codec == ZSTD and _has_records(e, files))
-
-
-def _has_records(entry: ObjectEntry, files: Files) -> bool:
-    """Whether a compressed item has a storage, or is damaged; it is inflated to be looked at."""
-    try:
-        return _RECORDS in files.read(*_end_of(unpacked(files, entry.data, ZSTD)))
-    except UnsupportedError:
-        return False  # zstandard is not installed
-    except CheckpointError:
-        return True
+    yield from (entry for entry in there if entry.codec == ZSTD)
 
 
 def _end_of(data: ByteRange) -> ByteRange:
@@ -176,10 +173,8 @@ def opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
         return entry
     if entry.codec != TORCH_SAVE and entry.data.length > _MAX_INFLATED:
         return entry  # it would be inflated to be looked at
-    item = unpacked(files, entry.data, entry.codec)
-    where = f"{entry.data.path}, item of {entry.fqn}"
-    archive = archive_of(files, item, where)
-    value = pickles.load_plain(archive.read("data.pkl"), where=where)
+    archive = archive_of_object(entry, files)
+    value = pickles.load_plain(archive.read("data.pkl"), where=archive.where)
     if not isinstance(value, Opaque):
         return replace(entry, value=value, opened=True)
     return replace(entry, type_name=value.qualname)
@@ -194,19 +189,23 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     from ckpt_tools.formats.pickle.state_dict import flatten_at  # late: few directories have such
     from ckpt_tools.formats.torch_file.open import chunk_of
 
-    item = unpacked(files, entry.data, str(entry.codec))
-    path, where = item.path, f"{entry.data.path}, item of {entry.fqn}"
-    archive = archive_of(files, item, where)
+    archive = archive_of_object(entry, files)
     data = archive.record("data.pkl")
-    if data.length > _MAX_TREE:
+    if data.length > _MAX_TREE or not any(name.startswith("data/") for name in archive.names):
         return None
-    value = pickles.load_tensors(archive.read("data.pkl"), where=where)
-    state = flatten_at(value, where=where, fqn=entry.fqn, path=entry.path)
+    value = pickles.load_tensors(archive.read("data.pkl"), where=archive.where)
+    state = flatten_at(value, where=archive.where, fqn=entry.fqn, path=entry.path)
     if state is None or not state.tensors or any(leaf.flaw for leaf in state.objects):
         return None
+    path = unpacked(files, entry.data, str(entry.codec)).path
     pickle = ByteRange(path, data.offset, data.length)
     objects = [leaf.entry(entry.section, pickle) for leaf in state.objects]
-    _refuse_shards(leaf.stored for leaf in state.tensors)
+    if any(leaf.stored.local.shape != leaf.stored.shape for leaf in state.tensors):
+        raise IncompleteError(
+            "torch wrote it as one pickle with one rank's shards, and those of the other ranks "
+            "were never written.",
+            hint="Save again with a list or a dict in place of the tuple.",
+        )
     tensors = []
     for leaf in state.tensors:
         if not isinstance(leaf.stored, StoredTensor):
@@ -221,16 +220,6 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     return _OpenedItem(tensors, objects, state.tree)
 
 
-def _refuse_shards(tensors: Iterable[Stored]) -> None:
-    """Raise IncompleteError for DTensors that one rank pickled: torch writes no other's shard."""
-    if any(one.local.shape != one.shape for one in tensors):
-        raise IncompleteError(
-            "torch wrote it as one pickle with one rank's shards, and those of the other ranks "
-            "were never written.",
-            hint="Save again with a list or a dict in place of the tuple.",
-        )
-
-
 def copyable_objects(index: Index, files: Files) -> Index:
     """The same index with objects as archives of torch.save, those that are packed inflated.
 
@@ -240,28 +229,26 @@ def copyable_objects(index: Index, files: Files) -> Index:
     found = fetched(
         index.objects, lambda one: torch_zip.ends_of(one.data), files, spared=said_later
     )
-    return replace(index, objects=tuple(_copyable(entry, files) for entry in found))
-
-
-def _copyable(entry: ObjectEntry, files: Files) -> ObjectEntry:
-    if entry.codec == ZSTD and not entry.is_writable:
-        entry = replace(entry, data=unpacked(files, entry.data, ZSTD), codec=TORCH_SAVE)
-    if entry.codec == TORCH_SAVE:
-        try:
-            where = f"{entry.data.path}, item of {entry.fqn}"
-            archive_of(files, entry.data, where).read("data.pkl")
-        except CheckpointError as error:
-            raise error.concerning((entry.fqn,)) from error
-    return entry
+    objects = []
+    for one in found:
+        entry = one
+        if one.codec == ZSTD and not one.is_writable:
+            entry = replace(one, data=unpacked(files, one.data, ZSTD), codec=TORCH_SAVE)
+        if entry.codec == TORCH_SAVE:
+            try:
+                archive_of_object(entry, files).read("data.pkl")
+            except CheckpointError as error:
+                raise error.concerning((entry.fqn,)) from error
+        objects.append(entry)
+    return replace(index, objects=tuple(objects))
 
 
 def object_digests(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:
     """The SHA-256 of each record of an object's archive that makes up its value."""
     if entry.codec not in ARCHIVES:
         return None
-    item = unpacked(files, entry.data, str(entry.codec))
     try:
-        archive = archive_of(files, item, f"{entry.data.path}, item of {entry.fqn}")
+        archive = archive_of_object(entry, files)
         names = [name for name in archive.names if name == "data.pkl" or name.startswith("data/")]
         return {name: archive.digest(name) for name in names}
     except CheckpointError as error:

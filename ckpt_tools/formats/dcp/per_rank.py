@@ -151,7 +151,11 @@ def compared(
             replicas.add(entry, several=bool(copies))
             continue
         first = entry.chunks[0]
-        held = ((_rank(data), _with(entry, data)) for data in (first.data, *first.replicas))
+        alone = [
+            first._replace(data=data, replicas=(), rank=_rank(data))
+            for data in (first.data, *first.replicas)
+        ]
+        held = ((chunk.rank, replace(entry, chunks=(chunk,))) for chunk in alone)
         how = _not_on(first.data, differs)
         replicas.add_unequal(entry, held, rank=_rank(differs), how=how)
     for item in index.objects:
@@ -180,12 +184,6 @@ def _not_on(one: ByteRange, other: ByteRange) -> str:
 
 def _rank(data: ByteRange) -> int | None:
     return rank_of(os.path.basename(data.path))
-
-
-def _with(entry: TensorEntry, data: ByteRange) -> TensorEntry:
-    """The tensor as one rank wrote it, in one chunk."""
-    chunk = entry.chunks[0]._replace(data=data, replicas=(), rank=_rank(data))
-    return replace(entry, chunks=(chunk,))
 
 
 class _Items:

@@ -66,17 +66,13 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
 def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:
     """The shards of one data file, with the offsets in its header."""
     header = read_header(files, path, offset=start)
-    offsets = _saved_offsets(header.metadata, path)
-    for fqn, stored in header.tensors.items():
-        yield _Shard(fqn, offsets.get(fqn, (0,) * len(stored.shape)), path), stored
-
-
-def _saved_offsets(metadata: Mapping[str, str], path: str) -> dict[str, tuple[int, ...]]:
     try:
-        info = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
-        return {fqn: tuple(map(int, shard["saved_offsets"])) for fqn, shard in info.items()}
+        info = json.loads(header.metadata.get("DCP_SHARDING_INFO", "{}"))
+        saved = {fqn: tuple(map(int, shard["saved_offsets"])) for fqn, shard in info.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnreadableError(f"{path}: its DCP_SHARDING_INFO cannot be read: {error}.") from error
+    for fqn, stored in header.tensors.items():
+        yield _Shard(fqn, saved.get(fqn, (0,) * len(stored.shape)), path), stored
 
 
 def _from_headers(entry: TensorEntry, by_shard: Mapping[_Shard, Stored]) -> TensorEntry:
@@ -95,9 +91,8 @@ def _from_headers(entry: TensorEntry, by_shard: Mapping[_Shard, Stored]) -> Tens
                 f"{list(chunk.box.sizes)}.",
                 about=(entry.fqn,),
             )
-        others = (
-            by_shard.get(_Shard(entry.fqn, chunk.box.offsets, r.path)) for r in chunk.replicas
-        )
+        places = (_Shard(entry.fqn, chunk.box.offsets, data.path) for data in chunk.replicas)
+        others = map(by_shard.get, places)
         replicas = tuple(other.data for other in others if other is not None)
         chunks.append(chunk._replace(data=stored.data, codec=None, replicas=replicas))
     return replace(entry, chunks=chunks)

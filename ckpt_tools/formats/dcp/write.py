@@ -154,19 +154,14 @@ def _held(entries: Sequence[_Item], *, world_size: int) -> Iterator[_Held]:
         if key not in known:
             whole = [Box.whole(() if target is None else target.entry.shape)] * world_size
             if target is not None and target.boxes:
-                known[key] = _given(target.boxes, whole)
+                given = dict(target.boxes)  # the other ranks have nothing of the tensor
+                boxes = [given.get(rank, one) for rank, one in enumerate(whole)]
+                known[key] = _Held(boxes, {rank: (rank,) for rank in given})
             elif target is not None and target.layout is not None:
                 known[key] = _split(target.layout, target.entry.shape)
             else:
                 known[key] = _Held(whole, everyone)
         yield known[key]
-
-
-def _given(own: Sequence[tuple[int, Box]], boxes: list[Box]) -> _Held:
-    """Boxes that were given with their ranks; the others have nothing of the tensor."""
-    for rank, box in own:
-        boxes[rank] = box
-    return _Held(boxes, {rank: (rank,) for rank, _ in own})
 
 
 def _split(layout: Layout, shape: tuple[int, ...]) -> _Held:

@@ -105,11 +105,6 @@ def _format_of(path: str) -> str | None:
     return None if form is None else form.name
 
 
-def _is_listed(path: str) -> bool:
-    """Whether this is shown where checkpoints are looked for; reading it may say what is wrong."""
-    return paths.is_unfinished(path) or is_checkpoint(path)
-
-
 def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
     """The index of what is a checkpoint, with its framework, and what shows the framework."""
     folder_parts = frameworks.parts_of(place, _format_of)
@@ -260,7 +255,11 @@ def _only_one_inside(folder: str, options: ReadOptions) -> str:
 
 def checkpoints_in(folder: str) -> list[Saved]:
     """The checkpoints below a folder by their steps, the newest last."""
-    inside = _inside(folder, lambda path: foreign.is_foreign(path) or _is_listed(path))
+
+    def is_shown(path: str) -> bool:  # also what is of no use: reading it may say what is wrong
+        return foreign.is_foreign(path) or paths.is_unfinished(path) or is_checkpoint(path)
+
+    inside = _inside(folder, is_shown)
     return runs.in_order(folder, [path for path in inside if not foreign.is_foreign(path)])
 
 
@@ -284,9 +283,7 @@ def of_step(path: str, step: int | None) -> str:
     """
     if not paths.is_dir(path):
         return path  # reading it will say what it is
-    saves = checkpoints_in(path)
-    finished = [one for one in saves if not paths.is_unfinished(one.path)]
-    stepped = [one for one in finished if one.step is not None]
+    stepped = _stepped(path)
     if not stepped and is_checkpoint(path) and step in (None, runs.step_of(paths.absolute(path))):
         return path
     return runs.chosen(path, stepped, step)
@@ -294,9 +291,14 @@ def of_step(path: str, step: int | None) -> str:
 
 def steps_in(path: str) -> list[int]:
     """The steps of a run's finished checkpoints, the newest last; none of a lone checkpoint."""
-    saves = checkpoints_in(path) if paths.is_dir(path) else []
+    return sorted({step for step, _ in _stepped(path)}) if paths.is_dir(path) else []
+
+
+def _stepped(folder: str) -> list[tuple[int, str]]:
+    """The finished checkpoints of a folder that have a step, by their steps."""
+    saves = checkpoints_in(folder)
     finished = [one for one in saves if not paths.is_unfinished(one.path)]
-    return sorted({one.step for one in finished if one.step is not None})
+    return [(one.step, one.path) for one in finished if one.step is not None]
 
 
 # -------------------------------------------------------------------------------------- in folders

@@ -67,25 +67,20 @@ _SPREAD = ("accelerate", "transformers", "olmo")
 
 
 def sources_of(index: CheckpointIndex) -> list[str]:
-    """Every file and folder that a checkpoint is read from, and what belongs to the same save."""
-    return [index.root, *(file.path for file in index.files), *_beside(index)]
-
-
-def _beside(index: CheckpointIndex) -> list[str]:
-    """What is beside a checkpoint and of the same save: other parts of its framework's folder.
+    """Every file and folder that a checkpoint is read from, and what is beside it and of the same
+    save: other parts of its framework's folder.
 
     Not what this program is making there, or is about to replace.
     """
+    sources = [index.root, *(file.path for file in index.files)]
     folder = folder_of_save(index)
     if folder is None or paths.is_address(folder):
-        return []
+        return sources
     names = set(paths.names_in(folder))
-    return [
-        os.path.join(folder, name)
-        for name in sorted(names)
-        if name + paths.UNFINISHED not in names
-        and not name.endswith((paths.UNFINISHED, ".replaced"))
-    ]
+    for name in sorted(names):
+        is_own = name + paths.UNFINISHED in names or name.endswith((paths.UNFINISHED, ".replaced"))
+        sources += [] if is_own else [os.path.join(folder, name)]
+    return sources
 
 
 def folder_of_save(index: CheckpointIndex) -> str | None:
@@ -107,11 +102,29 @@ def _is_part(root: str) -> bool:
     return name == _OLMO or _ACCELERATE.fullmatch(name) is not None
 
 
-def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
+def framework(index: CheckpointIndex) -> tuple[str, str] | tuple[None, None]:
     """Which framework made a checkpoint, and what shows it; (None, None) when nothing does."""
-    folder, name = os.path.split(paths.absolute(index.root))
-    said = _of_part(folder, name) or _by_names(index, folder, name) or _by_entries(index)
-    return (None, None) if said is None else said
+    root = paths.absolute(index.root)
+    folder, name = os.path.split(root)
+    parent = os.path.basename(folder)
+    said = _of_part(folder, name)
+    if said is not None:
+        return said
+    if paths.is_dir(root) and paths.is_file(os.path.join(root, "fsdp_config.json")):
+        return "verl", "fsdp_config.json beside the rank files"
+    if index.format == "ranks" and re.fullmatch(r"global_step_\d+", parent):
+        return "verl", f"the folder {parent}/{name}"
+    if re.match(r"(ep\d+-ba\d+|latest-rank\d+|latest-sharded)", name):
+        return "composer", f"the name {name}"
+    tops = {str(entry.path[0]) for entry in index.entries}
+    if "pytorch-lightning_version" in tops:
+        return "lightning", "the entry pytorch-lightning_version"
+    if {"train_state", "dataloader"} <= tops or {"train_state", "lr_scheduler"} <= tops:
+        return "torchtitan", "the entries train_state, dataloader and lr_scheduler"
+    is_state = "state" in tops and index.tensor("state.model") is None
+    if is_state and any(entry.path[:2] == ("state", "timestamp") for entry in index.objects):
+        return "composer", "the entry state.timestamp"
+    return None, None
 
 
 def _of_part(folder: str, name: str) -> tuple[str, str] | None:
@@ -126,29 +139,6 @@ def _of_part(folder: str, name: str) -> tuple[str, str] | None:
     beside = re.compile(r"(pytorch_model_fsdp|random_states).*")
     if name.startswith("pytorch_model_fsdp") or any(map(beside.fullmatch, paths.listdir(folder))):
         return "accelerate", f"the name {name}"
-    return None
-
-
-def _by_names(index: CheckpointIndex, folder: str, name: str) -> tuple[str, str] | None:
-    root, parent = os.path.join(folder, name), os.path.basename(folder)
-    if paths.is_dir(root) and paths.is_file(os.path.join(root, "fsdp_config.json")):
-        return "verl", "fsdp_config.json beside the rank files"
-    if index.format == "ranks" and re.fullmatch(r"global_step_\d+", parent):
-        return "verl", f"the folder {parent}/{name}"
-    if re.match(r"(ep\d+-ba\d+|latest-rank\d+|latest-sharded)", name):
-        return "composer", f"the name {name}"
-    return None
-
-
-def _by_entries(index: CheckpointIndex) -> tuple[str, str] | None:
-    tops = {str(entry.path[0]) for entry in index.entries}
-    if "pytorch-lightning_version" in tops:
-        return "lightning", "the entry pytorch-lightning_version"
-    if {"train_state", "dataloader"} <= tops or {"train_state", "lr_scheduler"} <= tops:
-        return "torchtitan", "the entries train_state, dataloader and lr_scheduler"
-    is_state = "state" in tops and index.tensor("state.model") is None
-    if is_state and any(entry.path[:2] == ("state", "timestamp") for entry in index.objects):
-        return "composer", "the entry state.timestamp"
     return None
 
 
@@ -202,8 +192,11 @@ def parts_of(folder: str, format_of: Callable[[str], str | None]) -> FolderParts
     if not paths.is_dir(folder):
         return None
     held = paths.names_in(folder)
-    ways = (_accelerate(folder, held), _olmo(folder, held), _lightning(folder, held))
-    return next(filter(None, ways), None) or _two_formats(folder, held, format_of)
+    parts = _accelerate(folder, held) or _olmo(folder, held)
+    if parts is None and ".metadata" in held and "meta.pt" in held:
+        main, meta = (folder, None), (_at(folder, "meta.pt"), None)
+        return FolderParts(folder, "lightning", "meta.pt beside .metadata", (main,), (meta,))
+    return parts or _two_formats(folder, held, format_of)
 
 
 def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
@@ -249,15 +242,6 @@ def _olmo(folder: str, held: Collection[str]) -> FolderParts | None:
         if (match := _RANK_OF_OLMO.fullmatch(name))
     )
     return FolderParts(folder, *said, ((inner, None),), closed=closed)
-
-
-def _lightning(folder: str, held: Collection[str]) -> FolderParts | None:
-    if ".metadata" not in held or "meta.pt" not in held:
-        return None
-    meta = (_at(folder, "meta.pt"), None)
-    return FolderParts(
-        folder, "lightning", "meta.pt beside .metadata", ((folder, None),), flat=(meta,)
-    )
 
 
 def _two_formats(

@@ -10,7 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -50,40 +50,6 @@ class Index:
     def name(self) -> str:
         """The name of the index JSON."""
         return basename(self.path)
-
-    def by_file(self) -> dict[str, list[str]]:
-        """The names in each file, sorted."""
-        names: dict[str, list[str]] = defaultdict(list)
-        for fqn, path in sorted(self.weight_map.items()):
-            names[path].append(fqn)
-        return names
-
-    def missing(self, path: str, listed: Sequence[str]) -> IncompleteError:
-        """The error for a file that does not exist, or is none."""
-        what = "is a folder" if paths.is_dir(path) else "does not exist"
-        return IncompleteError(
-            f"{path} {what}; {self.name} has {some(listed, _SHOWN)} in it.",
-            hint="Copy the missing file into the folder, or download it again.",
-            about=listed,
-        )
-
-    def disagreements(
-        self, path: str, listed: Sequence[str], held: Collection[str]
-    ) -> Iterator[CheckpointError]:
-        """Names that a file lacks, or has, against those that are listed for it."""
-        lacking = [fqn for fqn in listed if fqn not in held]
-        extra = sorted(fqn for fqn in held if self.weight_map.get(fqn) != path)
-        if lacking:
-            yield IncompleteError(
-                f"{path} lacks {some(lacking, _SHOWN)}; {self.name} has it there.",
-                about=lacking,
-            )
-        if extra:
-            yield CheckpointError(
-                f"{path} holds {some(extra, _SHOWN)}; {self.name} does not have it there.",
-                hint="They are from two saves, or one was edited.",
-                about=extra,
-            )
 
 
 def names_in(folder: str, suffix: str) -> list[str]:
@@ -134,15 +100,11 @@ def parse_index(path: str, files: Files) -> Index:
         except UnreadableError as error:
             where = f"{fqn!r:.80} is in {name!r:.60}"
             raise UnreadableError(f"{path}: {where}, which is not a file beside it.") from error
-    return Index(path, placed, _total_size(raw))
-
-
-def _total_size(raw: Mapping[str, object]) -> int | None:
     metadata = raw.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(total, float):  # some tools divide on the way
-        return int(total) if total.is_integer() else None
-    return total if isinstance(total, int) else None
+    if isinstance(total, float) and total.is_integer():  # some tools divide on the way
+        total = int(total)
+    return Index(path, placed, total if isinstance(total, int) else None)
 
 
 @dataclass(slots=True)
@@ -191,14 +153,33 @@ class Reading(ABC):
 
     def read_listed(self, index: Index) -> None:
         """Read the files of an index JSON, and hold both against each other."""
-        by_file = index.by_file()
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for fqn, path in sorted(index.weight_map.items()):
+            by_file[path].append(fqn)
         there = [path for path in by_file if paths.is_file(path) or paths.special(path)]
         self.read(there, by_file=by_file)
         for path in sorted(by_file.keys() - there):
+            what = "is a folder" if paths.is_dir(path) else "does not exist"
+            missing = IncompleteError(
+                f"{path} {what}; {index.name} has {some(by_file[path], _SHOWN)} in it.",
+                hint="Copy the missing file into the folder, or download it again.",
+                about=by_file[path],
+            )
             self.files.append(FileEntry(path, None))
-            self.problems.append(index.missing(path, by_file[path]))
+            self.problems.append(missing)
         for path, held in self.names.items():
-            self.problems += index.disagreements(path, by_file[path], held)
+            lacking = [fqn for fqn in by_file[path] if fqn not in held]
+            extra = sorted(fqn for fqn in held if index.weight_map.get(fqn) != path)
+            if lacking:
+                text = f"{path} lacks {some(lacking, _SHOWN)}; {index.name} has it there."
+                self.problems.append(IncompleteError(text, about=lacking))
+            if extra:
+                disagreement = CheckpointError(
+                    f"{path} holds {some(extra, _SHOWN)}; {index.name} does not have it there.",
+                    hint="They are from two saves, or one was edited.",
+                    about=extra,
+                )
+                self.problems.append(disagreement)
 
     def add_gaps(self, gaps: Gaps) -> None:
         """Missing files come first: they explain the holes that follow from them."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TypeVar
 
-from ckpt_tools.core.index import Entry, ObjectEntry, Path, TensorEntry
+from ckpt_tools.core.index import Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.names import is_step, join
 from ckpt_tools.core.state_tree import Branch, dict_of
 from ckpt_tools.core.text import some
@@ -65,10 +65,17 @@ class Replicas:
         if counts:
             (self._optim_steps if entry.section == "optim" else self._steps)[entry.fqn] = how
         usable = entry.fqn not in self.complaints
-        if usable and not counts and (how == "" or _may_differ(entry)):
-            own = {f"rank_{of}": _under(entry.path, f"rank_{of}", one) for of, one in held}
-            self._apart[entry.fqn] = dict_of({key: one.fqn for key, one in own.items()})
-            self._entries += own.values()
+        # Nothing of the optimizer, and no tensor of the model.
+        may_differ = entry.section != "optim"
+        if isinstance(entry, TensorEntry):
+            may_differ = entry.section == "other" and len(entry.chunks) == 1
+        if usable and not counts and (how == "" or may_differ):
+            of_rank = {}
+            for of, one in held:
+                path = (*entry.path, f"rank_{of}")
+                of_rank[f"rank_{of}"] = join(path)
+                self._entries.append(replace(one, fqn=join(path), path=path))
+            self._apart[entry.fqn] = dict_of(of_rank)
             return
         self._entries.append(entry)
         if usable and entry.fqn not in self._steps:
@@ -124,14 +131,3 @@ class Replicas:
             f"The files are of several saves: {fqn} is {how}.{more}",
             hint="Bring together the files that all ranks wrote in one save.",
         )
-
-
-def _may_differ(entry: Entry) -> bool:
-    """Whether each rank may have its own: nothing of the optimizer, and no tensor of the model."""
-    if isinstance(entry, ObjectEntry):
-        return entry.section != "optim"
-    return entry.section == "other" and len(entry.chunks) == 1
-
-
-def _under(path: Path, key: str, entry: Entry) -> Entry:
-    return replace(entry, fqn=join((*path, key)), path=(*path, key))

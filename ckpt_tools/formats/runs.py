@@ -55,14 +55,14 @@ def _place(saved: Saved) -> tuple[int, list[tuple[int, int, str]]]:
     return (-1 if saved.step is None else saved.step), natural
 
 
-def chosen(run: str, saved: Sequence[Saved], step: int | None) -> str:
-    """The checkpoint of this step, or of the last one for None.
+def chosen(run: str, saved: Sequence[tuple[int, str]], step: int | None) -> str:
+    """Of checkpoints by their steps that of this step, or of the last one for None.
 
     Raises AnswerNo when there is none, and UnreadableError when several are of it.
     """
-    steps = sorted({one.step for one in saved if one.step is not None})
-    wanted = step if step is not None else (steps[-1] if steps else None)
-    of_step = [one.path for one in saved if one.step == wanted and wanted is not None]
+    steps = sorted({own for own, _ in saved})
+    wanted = steps[-1] if step is None and steps else step
+    of_step = [path for own, path in saved if own == wanted]
     if not of_step:
         if not steps:
             raise AnswerNo(f"{run} has no checkpoint with a step in its name.")

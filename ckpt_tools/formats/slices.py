@@ -25,7 +25,7 @@ from itertools import combinations
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
-from ckpt_tools.core.index import CheckpointIndex, FileState, ObjectEntry
+from ckpt_tools.core.index import CheckpointIndex, FileState
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.core.text import some
@@ -159,17 +159,13 @@ def _said_by_entries(index: CheckpointIndex) -> UnsupportedError | None:
         top = str(item.path[0])
         if re.fullmatch(_SAYS_SHARD, top):
             return _said(index.root, top)
-        for key, size in _fields(item).items():
+        said: Mapping[Key, PlainValue] = {item.path[0]: item.value}
+        if item.path == ("args",) and isinstance(item.value, PickledValue):  # Megatron's arguments
+            said = item.value.fields if isinstance(item.value.fields, Mapping) else {}
+        for key, size in said.items():
             if re.fullmatch(_GROUP_SIZE, str(key)) and isinstance(size, int) and size > 1:
                 return _said(index.root, f"{key} = {size}")
     return None
-
-
-def _fields(item: ObjectEntry) -> Mapping[Key, PlainValue]:
-    """An object by its key at the top, and Megatron's arguments by theirs."""
-    if item.path == ("args",) and isinstance(item.value, PickledValue):
-        return item.value.fields if isinstance(item.value.fields, Mapping) else {}
-    return {item.path[0]: item.value}
 
 
 def said_by_header(path: str, metadata: Iterable[str]) -> UnsupportedError | None:
@@ -401,8 +397,11 @@ def _verdict(
     is_size = differing and all(numbers in zip(a, b, strict=False) for a, b in differing)
     if is_size:
         return None
-    if differing or not _are_copies(one, other, common):
+    if differing:
         return "slices"
+    sums, others_sums = _sums(one), _sums(other)
+    if any(sums.get(fqn) is None or sums[fqn] != others_sums.get(fqn) for fqn in common):
+        return "slices"  # they are no copies
     return "part" if own and others else None
 
 
@@ -426,12 +425,6 @@ def _is_split(one: Sequence[int], other: Sequence[int], most: int) -> bool:
         return False
     steps = [a - b for a, b in zip(one, other, strict=True) if a != b]
     return len(steps) == 1 and 0 < steps[0] <= most
-
-
-def _are_copies(one: CheckpointIndex, other: CheckpointIndex, fqns: Iterable[str]) -> bool:
-    """Whether tensors of two files are equal by the CRCs of their records."""
-    sums, others = _sums(one), _sums(other)
-    return all(sums.get(fqn) is not None and sums.get(fqn) == others.get(fqn) for fqn in fqns)
 
 
 def _sums(index: CheckpointIndex) -> dict[str, tuple[int, int] | None]:

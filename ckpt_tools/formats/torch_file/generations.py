@@ -38,69 +38,24 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-_ORDERED = _words("mesh placements tensor_meta shard_order use_strided_shard_as_shard_order _hash")
-_RANKED = _words(
-    "_device_type _layout _rank_map _mesh_dim_names _root_mesh _flatten_rank_map _thread_id "
-    "_flatten_mapping _dim_group_names _rank _coordinate_on_dim _hash"
-)
+_EARLY = "device_type mesh mesh_dim_names _flatten_mesh_list _thread_id "
+_RANK_MAP = "_device_type _layout _rank_map _mesh_dim_names _root_mesh "
+_FLAT_MAP = "_flatten_rank_map _thread_id _flatten_mapping _dim_group_names "
+_PLACE = "_coordinate_on_dim _hash"
+_RANKED = _words(f"{_RANK_MAP}{_FLAT_MAP}_rank {_PLACE}")
+_NEWER = _words(f"{_RANK_MAP}_preserve_rank_order {_FLAT_MAP}_rank {_PLACE}")
 _PLAIN = _words("mesh placements tensor_meta _hash")
+_WITH_ORDER = _words("mesh placements tensor_meta shard_order _hash")
+_ORDERED = _words("mesh placements tensor_meta shard_order use_strided_shard_as_shard_order _hash")
+_SIZES = ("shape", "stride")
 
 GENERATIONS = (
-    Generation(
-        first=(2, 5),
-        last=(2, 7),
-        mesh=_words(
-            "device_type mesh mesh_dim_names _flatten_mesh_list _thread_id _dim_group_infos "
-            "_coordinate_on_dim _hash"
-        ),
-        layout=(),
-        spec=_PLAIN,
-    ),
-    Generation(
-        first=(2, 8),
-        last=(2, 9),
-        mesh=_words(
-            "device_type mesh mesh_dim_names _flatten_mesh_list _thread_id _dim_group_names "
-            "_coordinate_on_dim _hash"
-        ),
-        layout=(),
-        spec=_PLAIN,
-    ),
-    Generation(
-        first=(2, 10),
-        last=(2, 10),
-        mesh=_words(
-            "_device_type _layout _rank_map _mesh_dim_names _root_mesh _flatten_rank_map "
-            "_thread_id _flatten_mapping _dim_group_names _coordinate_on_dim _hash"
-        ),
-        layout=("shape", "stride"),
-        spec=_words("mesh placements tensor_meta shard_order _hash"),
-    ),
-    Generation(
-        first=(2, 11),
-        last=(2, 12),
-        mesh=_RANKED,
-        layout=("shape", "stride"),
-        spec=_ORDERED,
-    ),
-    Generation(
-        first=(2, 13),
-        last=(2, 14),
-        mesh=_RANKED,
-        layout=("axes",),
-        spec=_ORDERED,
-    ),
-    Generation(
-        first=(2, 15),
-        last=(2, 15),
-        mesh=_words(
-            "_device_type _layout _rank_map _mesh_dim_names _root_mesh _preserve_rank_order "
-            "_flatten_rank_map _thread_id _flatten_mapping _dim_group_names _rank "
-            "_coordinate_on_dim _hash"
-        ),
-        layout=("axes",),
-        spec=_ORDERED,
-    ),
+    Generation((2, 5), (2, 7), _words(f"{_EARLY}_dim_group_infos {_PLACE}"), (), _PLAIN),
+    Generation((2, 8), (2, 9), _words(f"{_EARLY}_dim_group_names {_PLACE}"), (), _PLAIN),
+    Generation((2, 10), (2, 10), _words(f"{_RANK_MAP}{_FLAT_MAP}{_PLACE}"), _SIZES, _WITH_ORDER),
+    Generation((2, 11), (2, 12), _RANKED, _SIZES, _ORDERED),
+    Generation((2, 13), (2, 14), _RANKED, ("axes",), _ORDERED),
+    Generation((2, 15), (2, 15), _NEWER, ("axes",), _ORDERED),
 )
 NEWEST = GENERATIONS[-1]
 # A mesh without process groups has no names of them, and in torch 2.10 no hash until it is asked.

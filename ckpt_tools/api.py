@@ -25,7 +25,7 @@ from ckpt_tools.core.mesh_spec import FSDP2_NAMES, parse_mesh
 from ckpt_tools.core.names import NamePatterns
 from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.errors import UnreadableError, UsageError, in_python
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.proof import diff as _diff
 from ckpt_tools.proof import fingerprint as _fingerprint
 from ckpt_tools.proof import verify as _verify

@@ -29,7 +29,7 @@ from ckpt_tools.core.records import Json
 from ckpt_tools.core.state_tree import nested
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, NoSuchEntry, UnsupportedError, UsageError, in_python
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.lazy_tensor import LazyTensor
 from ckpt_tools.proof.look import look
 from ckpt_tools.storage.reader import Files

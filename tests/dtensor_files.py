@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ckpt_tools.core import layout
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import exchange
 
 Entry = tuple[torch.Tensor, Sequence[Placement]]

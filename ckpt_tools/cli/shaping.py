@@ -26,7 +26,7 @@ from ckpt_tools.storage import paths
 from ckpt_tools.transforms.base import Transform
 
 if TYPE_CHECKING:
-    from ckpt_tools.formats.options import Cut
+    from ckpt_tools.formats.protocol import Cut
 
 _MUCH = 64_000_000  # bytes whose speed says something
 

@@ -22,8 +22,7 @@ from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plain_values import closed_in
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.errors import UnsafePickleError
-from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Index
+from ckpt_tools.formats.protocol import Index, ReadOptions
 from ckpt_tools.proof.check import require_intact, same_objects, same_tensors
 from ckpt_tools.proof.damage import require_undamaged
 from ckpt_tools.proof.replicas import require_equal_replicas

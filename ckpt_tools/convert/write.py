@@ -30,7 +30,7 @@ from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.text import parse_amount
 from ckpt_tools.errors import OutputExistsError
 from ckpt_tools.formats.frameworks import sources_of
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files

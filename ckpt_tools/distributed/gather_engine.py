@@ -31,7 +31,7 @@ from ckpt_tools.distributed.agreement import begin, require_all_written, stoppin
 from ckpt_tools.distributed.gathering import Gathering
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
 from ckpt_tools.formats.rank_files.read import RankHeaders
 from ckpt_tools.proof.damage import check_copied

@@ -29,7 +29,7 @@ from ckpt_tools.formats import (
     slices,
     torch_file,
 )
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.registry import detect, rank_of
 from ckpt_tools.formats.runs import Saved
 from ckpt_tools.storage import paths

@@ -14,10 +14,10 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.options import repeated
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage.reader import Files, Window
 
 Index = TypeVar("Index", bound=CheckpointIndex)
@@ -25,6 +25,36 @@ Writes = Literal["whole", "shards"]
 
 PART_BYTES = 64 << 20
 _ALONE = Mesh((1,))
+
+
+class Cut(NamedTuple):
+    """How tensor-parallel parts have the tensors whose names match the regular expression ``name``.
+
+    They are cut along one of ``dims``; none: each part has the whole. ``length`` names a tensor,
+    whole in each part, that is as long as the whole along the cut; of two ``dims``, as the whole's
+    last dimension, which tells the two apart.
+    """
+
+    name: str
+    dims: tuple[int, ...] = ()
+    length: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """``allow_globals`` names pickled globals to read as opaque values, which are never run.
+
+    ``cuts`` say how tensor-parallel parts are to be joined, the first that matches a name.
+    """
+
+    allow_globals: tuple[str, ...] = repeated(
+        "--allow-global",
+        "Accept this class name in pickles; it is never imported or run.",
+        metavar="NAME",
+        heading="Other",
+        parse=str,
+    )
+    cuts: tuple[Cut, ...] = ()
 
 
 class Checksummed(NamedTuple):

@@ -30,7 +30,7 @@ from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError, paths_instead
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 

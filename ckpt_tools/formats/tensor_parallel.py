@@ -22,7 +22,7 @@ from ckpt_tools.errors import (
     Way,
 )
 from ckpt_tools.formats.frameworks import number_of_part
-from ckpt_tools.formats.options import Cut, ReadOptions
+from ckpt_tools.formats.protocol import Cut, ReadOptions
 from ckpt_tools.formats.torch_file import read as torch_file
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ckpt_tools import formats
 from ckpt_tools.errors import AnswerNo, CkptError
 from ckpt_tools.formats import Saved
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.proof.verify import verify_quick
 from ckpt_tools.storage.reader import Files
 

@@ -68,7 +68,7 @@ from ckpt_tools.errors import (
     WriteError,
 )
 from ckpt_tools.formats import locate, read_index
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import Transform

@@ -22,8 +22,8 @@ from ckpt_tools.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.stored import StoredStorage, StoredTensor
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.torch_file import read as torch_file
 from ckpt_tools.formats.torch_file.open import byte_range_of
 from ckpt_tools.formats.zip.read import Record

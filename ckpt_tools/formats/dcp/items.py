@@ -118,7 +118,7 @@ class _Opener:
         """What stands around the elements of a tensor's items: all that is read of most, and of
         those that were read before, only of one of each kind.
         """
-        for chunk in entry.chunks:
+        for chunk in {id(one.stored): one.stored for one in entry.chunks}.values():
             path, offset, length = chunk.data
             kind = self._files.kinds.get(chunk.data)
             is_first = kind is None or kind not in self._kinds_fetched

@@ -37,9 +37,9 @@ from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
 from ckpt_tools.formats.dcp.objects import open_containers
 from ckpt_tools.formats.dcp.per_rank import RANK_METADATA, Union
 from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
-from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.interpret import collector_paused
 from ckpt_tools.formats.pickle.stored import StoredTensor
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
 

@@ -9,8 +9,7 @@ from glob import escape
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Loader, PlanOptions, Reader
+from ckpt_tools.formats.protocol import Loader, PlanOptions, Reader, ReadOptions
 from ckpt_tools.formats.torch_file import TorchSave
 
 

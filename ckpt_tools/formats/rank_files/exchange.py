@@ -14,7 +14,7 @@ from ckpt_tools.core import names
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import IncompleteError, UnsupportedError
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import checks, file_names
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
 from ckpt_tools.formats.rank_files.parts import MAX_COMPARED, RankTensor, elements

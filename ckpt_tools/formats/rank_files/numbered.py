@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
-from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.state_dict import flatten
 from ckpt_tools.formats.pickle.stored import StoredDTensor, StoredMesh
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files.checks import own_rank
 from ckpt_tools.formats.rank_files.file_names import SUFFIXES, Family, RankFile
 from ckpt_tools.formats.torch_file.dtensor_read import mesh_of

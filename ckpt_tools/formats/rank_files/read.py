@@ -28,10 +28,10 @@ from ckpt_tools.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import shared_storage as ties
 from ckpt_tools.formats.pickle.interpret import collector_paused
 from ckpt_tools.formats.pickle.state_dict import StateDict, flatten
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import checks, file_names, numbered
 from ckpt_tools.formats.rank_files.entries import Gathered, entries_of
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile

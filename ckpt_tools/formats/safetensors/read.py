@@ -28,7 +28,7 @@ from ckpt_tools.formats.numbered import (
     only_a_part,
     parse_index,
 )
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.safetensors import join as parts_of
 from ckpt_tools.formats.safetensors.header import length_problem, parse_header
 from ckpt_tools.formats.safetensors.join import SHARD, TensorFile, make_part

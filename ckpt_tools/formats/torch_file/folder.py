@@ -22,7 +22,7 @@ from ckpt_tools.formats.numbered import (
     owners,
     parse_index,
 )
-from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.slices import both_hold, lost_between
 from ckpt_tools.formats.torch_file import read as torch_file
 from ckpt_tools.storage import paths

@@ -13,9 +13,9 @@ from typing import BinaryIO
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.stored import StoredStorage
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.zip.read import Record, big_endian
 from ckpt_tools.storage import paths
 

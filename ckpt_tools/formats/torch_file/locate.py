@@ -59,9 +59,7 @@ def located(
             tensors.append(entry)
             continue
         try:
-            one = partial(raw, entry)
-            chunks = [_with_replicas(chunk, one, lengths) for chunk in entry.chunks]
-            tensors.append(replace(entry, chunks=chunks))
+            tensors.append(replace(entry, chunks=_located_chunks(entry, raw, lengths)))
         except CheckpointError as error:
             # Of the error without its traceback, whose frames hold what was read: 64 KiB each.
             found.setdefault(error.message, (error.concerning(()), []))[1].append(entry.fqn)
@@ -81,6 +79,23 @@ def flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
         flaw, fqns = entries[0].flaw, [entry.fqn for entry in entries]
         if flaw is not None:
             yield flaw.at(f"{path}: {some(fqns)}").concerning(fqns)
+
+
+def _located_chunks(entry: TensorEntry, raw: Raw, lengths: Mapping[str, int]) -> list[Chunk]:
+    """The chunks of a tensor as raw elements; one of which others are views is located once."""
+    one = partial(raw, entry)
+    seen: dict[int, Chunk] = {}
+    chunks = []
+    for chunk in entry.chunks:
+        if chunk.of is None:
+            chunks.append(_with_replicas(chunk, one, lengths))
+            continue
+        if id(chunk.of) not in seen:
+            seen[id(chunk.of)] = _with_replicas(chunk.of, one, lengths)
+        stored = seen[id(chunk.of)]
+        is_raw = stored.codec is None  # else it is of another format
+        chunks.append(chunk.seen_in(stored, itemsize=entry.dtype.itemsize) if is_raw else chunk)
+    return chunks
 
 
 def _with_replicas(

@@ -17,7 +17,6 @@ from ckpt_tools.core.index import ByteRange, Chunk
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.foreign import HEAD, sniff
-from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.stored import (
     Stored,
@@ -26,6 +25,7 @@ from ckpt_tools.formats.pickle.stored import (
     StoredStorage,
     StoredTensor,
 )
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.torch_file import legacy as torch_legacy
 from ckpt_tools.formats.torch_file.dtensor_read import held_box, layout_of, pieces_of
 from ckpt_tools.formats.torch_file.locate import strides_of

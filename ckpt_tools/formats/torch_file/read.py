@@ -20,10 +20,10 @@ from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, paths_instead
 from ckpt_tools.formats.foreign import HEAD, sniff
 from ckpt_tools.formats.numbered import only_a_part
-from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf, flatten
 from ckpt_tools.formats.pickle.stored import StoredDTensor
+from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.torch_file.open import Held, open_saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files

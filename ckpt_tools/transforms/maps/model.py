@@ -13,7 +13,7 @@ from functools import cache
 from typing import Literal
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.options import Cut
+from ckpt_tools.formats.protocol import Cut
 
 Rotary = Literal["", "pairs-to-halves", "halves-to-pairs"]
 ROTARY: tuple[Rotary, ...] = ("", "pairs-to-halves", "halves-to-pairs")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
@@ -52,108 +52,83 @@ def read_index(path: str, parts: Sequence[str], options: ReadOptions) -> Checkpo
             f"{folder} lacks the tensor-parallel parts {some(lost)}; it has {max(held):02}."
         )
     indexes = [torch_file.read_file(part, options=options) for part in parts]
+    tensors: list[TensorEntry] = []
+    problems = [problem for part in indexes for problem in part.problems]
     with Files() as files:
-        joining = _Joining(folder, indexes, options.cuts, files)
-        tensors = [joining.tensor(fqn) for fqn in sorted(joining.names())]
-    whole = [entry for entry in tensors if entry is not None]
+        for fqn in sorted({entry.fqn for part in indexes for entry in part.tensors}):
+            try:
+                tensors.append(_joined(fqn, indexes, options.cuts, files))
+            except CheckpointError as error:
+                problems.append(error.at(f"{folder}: {fqn}").concerning([fqn]))
     return replace(
         indexes[0],
         root=folder,
-        tensors=tuple(whole),
+        tensors=tuple(tensors),
         files=tuple(file for part in indexes for file in part.files),
         ties=(),
-        notes=(f"Joined {len(indexes)} tensor-parallel parts: {counted(len(whole), 'tensor')}.",),
-        problems=(*(p for part in indexes for p in part.problems), *joining.problems),
+        notes=(f"Joined {len(indexes)} tensor-parallel parts: {counted(len(tensors), 'tensor')}.",),
+        problems=tuple(problems),
     )
 
 
-@dataclass(slots=True)
-class _Joining:
-    """Joins the tensors of all parts; ``problems`` are those of what was joined so far."""
-
-    folder: str
-    parts: Sequence[CheckpointIndex]
-    cuts: Sequence[Cut]
-    files: Files
-    problems: list[CheckpointError] = field(default_factory=list)
-
-    def names(self) -> set[str]:
-        """Every name that some part has."""
-        return {entry.fqn for part in self.parts for entry in part.tensors}
-
-    def tensor(self, fqn: str) -> TensorEntry | None:
-        """The whole tensor of a name; None, and a problem, when the parts do not fit."""
-        try:
-            return self._joined(fqn, self._held(fqn))
-        except CheckpointError as error:
-            self.problems.append(error.at(f"{self.folder}: {fqn}").concerning([fqn]))
-            return None
-
-    def _held(self, fqn: str) -> list[TensorEntry]:
-        held = [entry for part in self.parts if (entry := part.tensor(fqn)) is not None]
-        if len(held) < len(self.parts):
-            raise IncompleteError(f"only {len(held)} of {len(self.parts)} parts have it.")
-        kinds = {(entry.dtype.name, len(entry.shape)) for entry in held}
-        if len(kinds) > 1:
-            raise UnsupportedError("its parts differ in dtype or dimensions.")
-        return held
-
-    def _joined(self, fqn: str, held: Sequence[TensorEntry]) -> TensorEntry:
-        cut = next((cut for cut in self.cuts if re.fullmatch(cut.name, fqn)), None)
-        if cut is None:
-            raise UnsupportedError(
-                "the map does not say how tensor-parallel parts have it.",
-                hint='A rule says `parallel = 0`, `1` or `"same"`.',
-            )
-        if not cut.dims or not held[0].shape:
-            return self._same(held)
-        dim = self._dim(cut, held)
-        if not _fit(held, dim):
-            shapes = some([str(list(entry.shape)) for entry in held])
-            raise UnsupportedError(f"shapes {shapes} do not join along dimension {dim}.")
-        size = sum(entry.shape[dim] for entry in held)
-        length = self._length(cut)
-        if len(cut.dims) == 1 and length is not None and size != length:
-            raise IncompleteError(
-                f"{len(held)} parts have {size} of {length} along dimension {dim} "
-                f"({cut.length} is as long). Is a part missing?"
-            )
-        return _concatenated(held, dim, size)
-
-    def _length(self, cut: Cut) -> int | None:
-        """How long the tensor is that the cut names, None where it names none, or none is there."""
-        entry = self.parts[0].tensor(cut.length or "")
-        return None if entry is None or not entry.shape else entry.shape[0]
-
-    def _dim(self, cut: Cut, held: Sequence[TensorEntry]) -> int:
-        """Along which dimension it is cut; of several, the one that gives the last its length."""
-        if len(cut.dims) == 1:
-            return cut.dims[0]
-        length, last = self._length(cut), len(held[0].shape) - 1
-        for dim in cut.dims:
-            if length == (sum(e.shape[last] for e in held) if dim == last else held[0].shape[last]):
-                return dim
-        raise IncompleteError(
-            f"no way to join {len(held)} parts gives it rows of {length} ({cut.length}). Is a part "
-            "missing?"
+def _joined(
+    fqn: str, parts: Sequence[CheckpointIndex], cuts: Sequence[Cut], files: Files
+) -> TensorEntry:
+    """The whole tensor of a name. Raises CheckpointError when the parts do not fit."""
+    held = [entry for part in parts if (entry := part.tensor(fqn)) is not None]
+    if len(held) < len(parts):
+        raise IncompleteError(f"only {len(held)} of {len(parts)} parts have it.")
+    if len({(entry.dtype.name, len(entry.shape)) for entry in held}) > 1:
+        raise UnsupportedError("its parts differ in dtype or dimensions.")
+    cut = next((cut for cut in cuts if re.fullmatch(cut.name, fqn)), None)
+    if cut is None:
+        raise UnsupportedError(
+            "the map does not say how tensor-parallel parts have it.",
+            hint='A rule says `parallel = 0`, `1` or `"same"`.',
         )
-
-    def _same(self, held: Sequence[TensorEntry]) -> TensorEntry:
-        """A tensor that each part has whole, its bytes compared."""
-        first, *others = held
-        stored = self._bytes(first)
-        if any(e.shape != first.shape or self._bytes(e) != stored for e in others):
-            raise UnsupportedError("it should be equal in every part, but differs.")
-        return first
-
-    def _bytes(self, entry: TensorEntry) -> list[object]:
-        return [(chunk.strides, self.files.read(*chunk.data)) for chunk in entry.chunks]
-
-
-def _fit(held: Sequence[TensorEntry], dim: int) -> bool:
-    """Whether all tensors have this dimension, and are equal in all others."""
+    if not cut.dims or not held[0].shape:
+        return _same(held, files)
+    as_long = parts[0].tensor(cut.length or "")
+    length = None if as_long is None or not as_long.shape else as_long.shape[0]
+    dim = _dim(cut, held, length)
     rest = {entry.shape[:dim] + entry.shape[dim + 1 :] for entry in held}
-    return dim < len(held[0].shape) and len(rest) == 1
+    if dim >= len(held[0].shape) or len(rest) > 1:
+        shapes = some([str(list(entry.shape)) for entry in held])
+        raise UnsupportedError(f"shapes {shapes} do not join along dimension {dim}.")
+    size = sum(entry.shape[dim] for entry in held)
+    if len(cut.dims) == 1 and length is not None and size != length:
+        raise IncompleteError(
+            f"{len(held)} parts have {size} of {length} along dimension {dim} "
+            f"({cut.length} is as long). Is a part missing?"
+        )
+    return _concatenated(held, dim, size)
+
+
+def _dim(cut: Cut, held: Sequence[TensorEntry], length: int | None) -> int:
+    """Along which dimension it is cut; of several, the one that gives the last its length."""
+    if len(cut.dims) == 1:
+        return cut.dims[0]
+    last = len(held[0].shape) - 1
+    for dim in cut.dims:
+        if length == (sum(e.shape[last] for e in held) if dim == last else held[0].shape[last]):
+            return dim
+    raise IncompleteError(
+        f"no way to join {len(held)} parts gives it rows of {length} ({cut.length}). Is a part "
+        "missing?"
+    )
+
+
+def _same(held: Sequence[TensorEntry], files: Files) -> TensorEntry:
+    """A tensor that each part has whole, its bytes compared."""
+
+    def stored(entry: TensorEntry) -> list[object]:
+        return [(chunk.strides, files.read(*chunk.data)) for chunk in entry.chunks]
+
+    first, *others = held
+    own = stored(first)
+    if any(entry.shape != first.shape or stored(entry) != own for entry in others):
+        raise UnsupportedError("it should be equal in every part, but differs.")
+    return first
 
 
 def _concatenated(held: Sequence[TensorEntry], dim: int, size: int) -> TensorEntry:

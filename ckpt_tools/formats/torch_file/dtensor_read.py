@@ -45,12 +45,22 @@ def layout_of(stored: StoredDTensor) -> Layout:
 def _layout(
     mesh: Mesh, stated: tuple[StoredPlacement, ...], shard_order: _ShardOrder | None
 ) -> Layout:
-    placements = tuple(map(_placement, stated))
+    placements: list[Placement] = []
+    for one in stated:
+        if one.kind == "R":
+            placements.append(Replicate())
+        elif one.kind == "P" or one.dim is None:
+            raise UnsupportedError(
+                f"it is Partial({one.op}): each rank holds a summand, and none of them the values",
+                hint="Redistribute it to Replicate or Shard in the job before saving.",
+            )
+        else:
+            placements.append(Shard(one.dim))
     cut = [p.dim if isinstance(p, Shard) else None for p in placements]
     order = strided_order(mesh.shape, cut, [p.split_factor or 1 for p in stated])
     if not any(p.kind == "SS" for p in stated) and shard_order:
         order = _stated_order(shard_order, ndim=len(placements))
-    return Layout(mesh, placements, order)
+    return Layout(mesh, tuple(placements), order)
 
 
 def mesh_of(stored: StoredMesh) -> Mesh:
@@ -111,17 +121,6 @@ def pieces_of(stored: StoredPieces) -> list[tuple[Box, StoredTensor]]:
         held.append((box, replace(local, storage_offset=offset, shape=size)))
     nothing = (0,) * len(stored.shape)
     return held or [(Box(nothing, nothing), replace(local, shape=nothing))]
-
-
-def _placement(stored: StoredPlacement) -> Placement:
-    if stored.kind == "R":
-        return Replicate()
-    if stored.kind == "P" or stored.dim is None:
-        raise UnsupportedError(
-            f"it is Partial({stored.op}): each rank holds a summand, and none of them the values",
-            hint="Redistribute it to Replicate or Shard in the job before saving.",
-        )
-    return Shard(stored.dim)
 
 
 def _stated_order(shard_order: _ShardOrder, *, ndim: int) -> tuple[int, ...]:

@@ -107,13 +107,21 @@ def dtensor_node(
     device = call(Global("torch.device"), device_type)
     wrapper = (_DTENSOR, kind, (*shape,), (*strides,), 0, _STRIDED, device, False)
     size = call(Global("torch.Size"), (*shape,))
-    strided = any(layout.split_factor(mesh_dim) > 1 for mesh_dim in _cut(layout))
+    placements = enumerate(layout.placements)
+    cut = {mesh_dim: p.dim for mesh_dim, p in placements if not isinstance(p, Replicate)}
+    strided = any(layout.split_factor(mesh_dim) > 1 for mesh_dim in cut)
+    # Which mesh dimensions cut each tensor dimension, from the first cut to the last.
+    orders: dict[int, list[int]] = {}
+    for mesh_dim in sorted(cut, key=layout.order.index):
+        orders.setdefault(cut[mesh_dim], []).append(mesh_dim)
+    entry = Global(f"{_SPEC}.ShardOrderEntry")
+    order = tuple(Instance(entry, (dim, tuple(orders[dim]))) for dim in sorted(orders))
     says_strided = strided and "use_strided_shard_as_shard_order" in generation.spec
     values: dict[str, object] = {
         "mesh": mesh,
         "placements": tuple(_placement_node(layout, dim) for dim in range(len(layout.placements))),
         "tensor_meta": Instance(Global(f"{_SPEC}.TensorMeta"), (size, (*strides,), kind)),
-        "shard_order": None if says_strided else _order_node(layout),
+        "shard_order": None if says_strided else order,
         "use_strided_shard_as_shard_order": strided,
         "_hash": None,
     }
@@ -132,20 +140,3 @@ def _placement_node(layout: Layout, mesh_dim: int) -> Instance:
         return Instance(Global(f"{_PLACEMENTS}.Shard"), state={"dim": placement.dim})
     state: dict[str, object] = {"dim": placement.dim, "split_factor": factor}
     return Instance(Global(f"{_PLACEMENTS}._StridedShard"), state=state)
-
-
-def _order_node(layout: Layout) -> tuple[Instance, ...]:
-    """Which mesh dimensions cut each tensor dimension, from the first cut to the last."""
-    cuts: dict[int, list[int]] = {}
-    for mesh_dim, dim in sorted(_cut(layout).items(), key=lambda cut: layout.order.index(cut[0])):
-        cuts.setdefault(dim, []).append(mesh_dim)
-    return tuple(
-        Instance(Global(f"{_SPEC}.ShardOrderEntry"), (dim, tuple(cuts[dim])))
-        for dim in sorted(cuts)
-    )
-
-
-def _cut(layout: Layout) -> dict[int, int]:
-    """The mesh dimensions that cut a tensor, each with the dimension that it cuts."""
-    placements = enumerate(layout.placements)
-    return {mesh_dim: p.dim for mesh_dim, p in placements if not isinstance(p, Replicate)}

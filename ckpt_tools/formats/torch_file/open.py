@@ -1,15 +1,15 @@
 """One file that torch.save wrote: its nested value, and where the bytes of each tensor lie.
 
-The zip format and the stream that torch wrote before 1.6 look the same from here on. Whether the
-file is a whole checkpoint or one rank's part of one is for others to know.
+The zip format and the stream that torch wrote before 1.6, and still does when asked to, look the
+same from here on. Whether the file is a whole checkpoint or one rank's part of one is for others to
+know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
@@ -26,12 +26,18 @@ from ckpt_tools.formats.pickle.stored import (
     StoredTensor,
 )
 from ckpt_tools.formats.protocol import ReadOptions
-from ckpt_tools.formats.torch_file import legacy as torch_legacy
 from ckpt_tools.formats.torch_file.dtensor_read import held_box, layout_of, pieces_of
 from ckpt_tools.formats.torch_file.locate import strides_of
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip.read import Record
+from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
+
+# Of the old format.
+_MAGIC = 0x1950A86A20F9469CFC6C
+_VERSION = 1001
+_COUNT = 8  # bytes of a storage's number of elements
+_QUANTIZED = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
 
 
 class Held(NamedTuple):
@@ -92,9 +98,7 @@ def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
     files.fetch(torch_zip.ends_of(whole))
     kind = sniff(files.read(path, 0, min(HEAD, length)))
     if kind == "pickle":
-        value, data, records = torch_legacy.read_stream(path, length=length, options=options)
-        record_of = partial(_record_of, records, path)
-        return SavedFile(path, length, value, data, record_of)
+        return _open_stream(path, length=length, options=options)
     if kind == "tar":
         raise UnsupportedError(
             f"{path} is a tar archive; torch.save wrote those before version 0.2.",
@@ -113,11 +117,82 @@ def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
     )
 
 
-def _record_of(records: Mapping[str, Record], path: str, storage: StoredStorage) -> Record:
-    record = records.get(storage.key)
-    if record is None:
-        raise UnreadableError(f"{path} is truncated or damaged: it lacks storage {storage.key!r}.")
-    return record
+def _open_stream(path: str, *, length: int, options: ReadOptions) -> SavedFile:
+    """A file of the old format, of ``length`` bytes.
+
+    Five pickles follow one another: a magic number, a version, the machine's properties, the saved
+    value, and the keys of its storages. Then comes each storage: its number of elements as a 64-bit
+    integer, and its bytes.
+
+    Raises UnreadableError for a pickle that torch.save did not write and for a file that is cut,
+    UnsupportedError for big-endian bytes, and what `pickles.load_stream` raises.
+    """
+    with paths.stream(path) as file:
+        if pickles.load_stream(file, where=path) != _MAGIC:
+            raise UnreadableError(
+                f"{path} is a plain pickle, not a file of torch.save.",
+                hint="Load it where it was made, and save its state dict with torch.save.",
+            )
+        version = pickles.load_stream(file, where=path)
+        if version != _VERSION:
+            raise UnreadableError(f"{path}: version {version!r} of the old format is not known.")
+        machine = pickles.load_stream(file, where=path)
+        if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+            raise torch_zip.big_endian(path)
+        start = file.tell()
+        storages: dict[str, StoredStorage] = {}
+        allowed = options.allow_globals
+        value = pickles.load_stream(file, where=path, allow=allowed, storages=storages)
+        end = file.tell()
+        keys = pickles.load_stream(file, where=path)
+        if not isinstance(keys, list):
+            raise UnreadableError(f"{path} is damaged: its list of storages cannot be read.")
+        records = _records(file, keys, storages, path=path, length=length)
+
+    def record_of(storage: StoredStorage) -> Record:
+        record = records.get(storage.key)
+        if record is None:
+            text = f"{path} is truncated or damaged: it lacks storage {storage.key!r}."
+            raise UnreadableError(text)
+        return record
+
+    return SavedFile(path, length, value, ByteRange(path, start, end - start), record_of)
+
+
+def _records(
+    file: BinaryIO,
+    keys: Sequence[object],
+    storages: Mapping[str, StoredStorage],
+    *,
+    path: str,
+    length: int,
+) -> dict[str, Record]:
+    """Where each storage lies; the file must end with the last one."""
+    records: dict[str, Record] = {}
+    offset = file.tell()
+    for key in keys:
+        storage = storages.get(key) if isinstance(key, str) else None
+        if storage is None:
+            raise UnreadableError(f"{path} is damaged: no tensor has its storage {key!r:.40}.")
+        file.seek(offset)
+        count = int.from_bytes(file.read(_COUNT), "little")
+        itemsize = 1
+        if storage.dtype is not None:  # quantized ones are only passed over
+            itemsize = _QUANTIZED.get(storage.dtype) or dtype_named(storage.dtype).itemsize
+        offset += _COUNT
+        end = offset + storage.numel * itemsize
+        if end > length:
+            raise UnreadableError(
+                f"{path} is truncated: {length:,} bytes, its storages need {end:,} or more."
+            )
+        if count != storage.numel:
+            raise UnreadableError(
+                f"{path} is damaged: storage {key!r:.40} has {count:,} elements, "
+                f"not {storage.numel:,}."
+            )
+        records[storage.key] = Record(offset, end - offset, None)
+        offset = end
+    return records
 
 
 def chunk_of(box: Box, view: StoredTensor, record: Record, path: str) -> Chunk:

@@ -15,7 +15,7 @@ from ckpt_tools.core import names
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.index import CheckpointIndex, FileEntry, TensorEntry
-from ckpt_tools.core.layout import Layout, Replicate
+from ckpt_tools.core.layout import Replicate
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, paths_instead
 from ckpt_tools.formats.foreign import HEAD, sniff
@@ -122,37 +122,25 @@ def _problems(
     for leaf, (_, layout, flaw) in zip(leaves, held, strict=True):
         if flaw is not None:
             yield flaw.reworded(f"{path}: {leaf.fqn}: {flaw.message}.").concerning((leaf.fqn,))
-        elif isinstance(leaf.stored, StoredDTensor) and layout and not _is_whole(layout):
-            shards.append((leaf.fqn, leaf.stored, layout))
+        elif isinstance(leaf.stored, StoredDTensor) and layout is not None:
+            dims = zip(layout.mesh.shape, layout.placements, strict=True)
+            if any(size > 1 and not isinstance(how, Replicate) for size, how in dims):
+                shards.append((leaf.fqn, leaf.stored, layout))
     if not shards:
         return
     fqn, stored, layout = shards[0]
     at = stored.mesh.coordinate
     who = f"rank {stored.mesh.rank}" if stored.mesh.rank is not None else f"the rank at {at}"
+    folder, suffix = paths.folder_of(path), os.path.splitext(path)[1]
+    alike = [name for name in paths.names_in(folder) if name.endswith(suffix)]
     yield IncompleteError(
         f"{path} holds the shards of {who} of a mesh {layout.mesh}, not whole tensors: "
         f"{len(shards)} of {len(leaves)} tensors, {fqn} among them. "
         f"The files of the other {layout.mesh.size - 1} ranks are needed.",
         hint="Give the folder of all ranks' files, or a quoted glob of them.",
-        instead=None if _lies_alone(path) else paths_instead(path, [paths.folder_of(path)]),
+        # Alone, it is what the folder means, too.
+        instead=paths_instead(path, [folder]) if len(alike) > 1 else None,
         about=tuple(name for name, _, _ in shards),
-    )
-
-
-def _lies_alone(path: str) -> bool:
-    """Whether its folder has no other file of this kind, so that the folder means the same."""
-    try:
-        names = paths.listdir(paths.folder_of(path))
-    except OSError:
-        return False
-    return sum(name.endswith(os.path.splitext(path)[1]) for name in names) <= 1
-
-
-def _is_whole(layout: Layout) -> bool:
-    """Whether each rank holds all of the tensor."""
-    return all(
-        size == 1 or isinstance(placement, Replicate)
-        for size, placement in zip(layout.mesh.shape, layout.placements, strict=True)
     )
 
 

@@ -42,7 +42,7 @@ _SUPPORTED = (
     "Known are: DCP directories (.metadata with .distcp files), folders of per-rank .pt files of "
     "DTensors, torch.save files (.pt, .pth, .bin, .ckpt), and safetensors files and folders."
 )
-# Ends of the names of files that say which names and sizes there are.
+# Ends of the names of side files that commands may read: they say which names and sizes there are.
 _BESIDE = (".index.json", "config.json")
 _UNLISTED = (
     "Folders of a web server are not listed. Give the address of one file, of a DCP directory (its "
@@ -108,12 +108,15 @@ def _format_of(path: str) -> str | None:
 def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
     """The index of what is a checkpoint, with its framework, and what shows the framework."""
     folder_parts = frameworks.parts_of(place, _format_of)
-    # A file that changes while headers are read has changed, too.
-    before = _states(place) | _states_beside(place)
+    # A file that changes while headers are read has changed, too; so do those beside it. In a store
+    # the listing of the folder has them.
+    folder = place if paths.is_dir(place) else os.path.dirname(place) or "."
+    beside = () if paths.is_address(place) else (folder, os.path.join(folder, "huggingface"))
+    read_from = () if folder_parts is None else folder_parts.paths
+    before: dict[str, FileState] = {}
+    for one in (place, *beside, *read_from):
+        before |= _states(one)
     if folder_parts is not None:
-        before |= {
-            path: state for part in folder_parts.paths for path, state in _states(part).items()
-        }
 
         def read(path: str) -> CheckpointIndex:  # a part, or rank files that a glob chooses
             return (_read_format if paths.exists(path) else _read_glob)(path, options)
@@ -140,19 +143,6 @@ def _states(place: str) -> dict[str, FileState]:
         return paths.states(place)
     except OSError:
         return {}  # reading it will say what is wrong
-
-
-def _states_beside(place: str) -> dict[str, FileState]:
-    """The states of side files that commands may read: index JSON, config.json."""
-    if paths.is_address(place):
-        return {}  # the listing of the folder has them
-    folder = place if paths.is_dir(place) else os.path.dirname(place)
-    return {
-        path: state
-        for one in {folder or ".", os.path.join(folder, "huggingface")}
-        for path, state in _states(one).items()
-        if path.endswith(_BESIDE)
-    }
 
 
 def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> CheckpointIndex:

@@ -191,10 +191,7 @@ class Format(ABC):
             yield from plain_parts(path, length)
 
     def containers(
-        self,
-        tree: Branch[str],
-        *,
-        is_tensor: Callable[[str], bool],
+        self, tree: Branch[str], *, is_tensor: Callable[[str], bool]
     ) -> Branch[str] | None:
         """The containers of a state dict as they are read back; None when none are kept."""
         return tree if self.nested else None
@@ -211,11 +208,7 @@ class Format(ABC):
         return None
 
     def plan_files(
-        self,
-        targets: Sequence[Target],
-        objects: Sequence[ObjectEntry],
-        *,
-        options: PlanOptions,
+        self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
     ) -> LazyPlans:
         """The files that hold these tensors and objects, with paths relative to the output.
 

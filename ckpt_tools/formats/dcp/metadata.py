@@ -142,7 +142,6 @@ _METADATA = Global(f"{_CHECKPOINT}.Metadata")
 _TENSOR = Global(f"{_CHECKPOINT}.TensorStorageMetadata")
 _PROPERTIES = Global(f"{_CHECKPOINT}.TensorProperties")
 _BYTES = Global(f"{_CHECKPOINT}.BytesStorageMetadata")
-_STORAGE_META = Global(f"{_CHECKPOINT}.StorageMeta")
 
 
 class TensorMeta(NamedTuple):
@@ -164,17 +163,14 @@ class Metadata(NamedTuple):
 
     ``objects`` are the names of what is no tensor. ``storage`` places every item by its name, then
     by the offsets of its box; those of an object are None. ``planner_data`` is the place of each
-    name in the nested state dict, None when it was not flattened. ``checkpoint_id`` is where it was
-    saved to. ``reshaped`` are tensors that Megatron-core has stored in another shape, None where it
-    is not Megatron-core's.
+    name in the nested state dict, None when it was not flattened. ``reshaped`` are tensors that
+    Megatron-core has stored in another shape, None where it is not Megatron-core's.
     """
 
     tensors: dict[str, TensorMeta]
     objects: frozenset[str]
     storage: Storage
     planner_data: dict[str, tuple[str | int, ...]] | None
-    version: str | None
-    checkpoint_id: str | None
     reshaped: frozenset[str] | None
 
 
@@ -205,9 +201,9 @@ _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath")
 
 METADATA_GLOBALS: dict[str, object] = {
-    # Parts of a path, which are joined where it is wanted, not at each call.
-    **{f"pathlib.{name}": Function(lambda parts: parts) for name in _PATHS},
-    **{one.name: one for one in (_METADATA, _TENSOR, _PROPERTIES, _BYTES, _STORAGE_META)},
+    **{f"pathlib.{name}": Function(_first) for name in _PATHS},
+    **{one.name: one for one in (_METADATA, _TENSOR, _PROPERTIES, _BYTES)},
+    f"{_CHECKPOINT}.StorageMeta": Global(f"{_CHECKPOINT}.StorageMeta"),
     f"{_CHECKPOINT}.ChunkStorageMetadata": _ChunkStorage,
     f"{_CHECKPOINT}.MetadataIndex": _MetadataIndex,
     **{
@@ -294,22 +290,17 @@ def _metadata(value: object, length: int) -> Metadata:
     strangers = fields.keys() - _FIELDS
     if strangers and "planner_data" not in fields:  # a flipped bit in the field's name
         raise UnreadableError(f"has no planner_data, but {shown(min(strangers, key=str))}.")
-    meta = fields.get("storage_meta")
+    # Tensors of which pieces of ranks are stored, as if those were another dimension.
+    noted = fields.get("mcore_data")
+    kept = noted.items() if type(noted) is dict else ()
+    reshaped = frozenset(as_name(fqn) for fqn, one in kept if type(one) is dict and one)
     return Metadata(
         tensors,
         objects=frozenset(objects),
         storage=_storage(fields.get("storage_data")),
         planner_data=_planner_data(fields.get("planner_data"), TextBound(length)),
-        version=_text(fields.get("version")),
-        checkpoint_id=_text(meta.fields.get("checkpoint_id")) if _is(meta, _STORAGE_META) else None,
-        reshaped=_reshaped(fields.get("mcore_data")) if strangers & _OF_MEGATRON else None,
+        reshaped=reshaped if strangers & _OF_MEGATRON else None,
     )
-
-
-def _reshaped(noted: object) -> frozenset[str]:
-    """The tensors of which only pieces of ranks are stored, as if those were another dimension."""
-    kept = noted.items() if type(noted) is dict else ()
-    return frozenset(as_name(fqn) for fqn, one in kept if type(one) is dict and one)
 
 
 def _tensor(fqn: str, entry: dict[object, object], cuts: _Cuts) -> TensorMeta:
@@ -413,10 +404,3 @@ def _planner_data(value: object, text: TextBound) -> dict[str, tuple[str | int, 
             if type(part) is not int and (type(part) is not str or part not in known):
                 known.add(as_name(part))
     return paths
-
-
-def _text(value: object) -> str | None:
-    """A text or the parts of a path; None for nothing, and for anything else."""
-    if type(value) is tuple:
-        value = "/".join(filter(is_word, value[:1000]))
-    return as_name(value) if type(value) is str and value else None

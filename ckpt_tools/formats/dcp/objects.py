@@ -6,7 +6,7 @@ torch pickles a tuple as one item whatever it holds, and so do other tools with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -62,7 +62,40 @@ def open_containers(index: Index, files: Files) -> Index:
     the item's section; `CheckpointIndex.packed` keeps the item. One that is damaged gets a flaw.
     What could run code, and what is of an unknown class, stays one object.
     """
-    return _with_containers(index, *_containers(index, files))
+    containers: dict[str, _OpenedItem] = {}
+    damaged: dict[str, CheckpointError] = {}
+    for entry in _with_records(index, files):
+        try:
+            # Not for what could run code, nor without the package that inflates it.
+            with suppress(UnsafePickleError, UnsupportedError):
+                container = _container(entry, files)
+                if container is not None:
+                    containers[entry.fqn] = container
+        except CheckpointError as error:
+            damaged[entry.fqn] = error
+    if not containers and not damaged:
+        return index
+    tensors, objects, packed = [*index.tensors], [], [*index.packed]
+    for entry in index.objects:
+        container = containers.get(entry.fqn)
+        if container is None:
+            flaw = damaged.get(entry.fqn, entry.flaw)
+            objects.append(replace(entry, flaw=flaw))
+            continue
+        tensors += container.tensors
+        objects += container.objects
+        packed.append(PackedObject(entry, frozenset(container.tree.leaves())))
+
+    def part(fqn: str) -> str | Branch[str]:
+        return containers[fqn].tree if fqn in containers else fqn
+
+    return replace(
+        index,
+        tensors=tuple(sorted(tensors, key=lambda entry: entry.fqn)),
+        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
+        packed=tuple(packed),
+        tree=index.nesting.map(part),
+    )
 
 
 def open_objects(index: Index, files: Files, *, largest: int | None = None) -> Index:
@@ -73,10 +106,7 @@ def open_objects(index: Index, files: Files, *, largest: int | None = None) -> I
     Raises UnsafePickleError when objects ask for a global that could run code; it is about all of
     them.
     """
-    containers, damaged = _containers(index, files)
-    for error in damaged.values():
-        raise error
-    index = _with_containers(index, containers, {})
+    index = open_containers(index, files)
     objects: list[ObjectEntry] = []
     unsafe: dict[str, UnsafePickleError] = {}
     for entry in index.objects:
@@ -88,53 +118,6 @@ def open_objects(index: Index, files: Files, *, largest: int | None = None) -> I
     for first in unsafe.values():
         raise first.concerning(unsafe)
     return replace(index, objects=tuple(objects))
-
-
-def _containers(
-    index: CheckpointIndex, files: Files
-) -> tuple[dict[str, _OpenedItem], dict[str, CheckpointError]]:
-    """The items that are containers of tensors, by name, and what is wrong with others."""
-    containers, damaged = {}, {}
-    for entry in _with_records(index, files):
-        try:
-            # Not for what could run code, nor without the package that inflates it.
-            with suppress(UnsafePickleError, UnsupportedError):
-                container = _container(entry, files)
-                if container is not None:
-                    containers[entry.fqn] = container
-        except CheckpointError as error:
-            damaged[entry.fqn] = error
-    return containers, damaged
-
-
-def _with_containers(
-    index: Index, containers: Mapping[str, _OpenedItem], damaged: Mapping[str, CheckpointError]
-) -> Index:
-    objects = [
-        replace(entry, flaw=damaged[entry.fqn]) if entry.fqn in damaged else entry
-        for entry in index.objects
-    ]
-    if not containers:
-        return replace(index, objects=tuple(objects)) if damaged else index
-    packed = [
-        PackedObject(e, frozenset(containers[e.fqn].tree.leaves()))
-        for e in objects
-        if e.fqn in containers
-    ]
-    objects = [entry for entry in objects if entry.fqn not in containers]
-    objects += [entry for container in containers.values() for entry in container.objects]
-    tensors = [entry for container in containers.values() for entry in container.tensors]
-
-    def part(fqn: str) -> str | Branch[str]:
-        return containers[fqn].tree if fqn in containers else fqn
-
-    return replace(
-        index,
-        tensors=tuple(sorted((*index.tensors, *tensors), key=lambda entry: entry.fqn)),
-        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
-        packed=(*index.packed, *packed),
-        tree=index.nesting.map(part),
-    )
 
 
 def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]:

@@ -25,7 +25,6 @@ from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ObjectEntry
-from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plan import (
     FilePlan,
     FileReads,
@@ -123,7 +122,13 @@ def plan_files(
         paths[entry.fqn] = path
         entries.append(entry)
     require_mesh_size(targets, world_size)
-    held = list(_held(entries, world_size=world_size))
+    known: dict[Hashable, _Held] = {}  # tensors of one shape and layout share it
+    held = []
+    for one in entries:
+        key = (one.boxes, one.layout, one.entry.shape) if isinstance(one, Target) else None
+        if key not in known:
+            known[key] = _held(one, world_size)
+        held.append(known[key])
     shares = _share_out(entries, held, world_size=world_size)
     finders: dict[str, Finder] = {}
     kinds = _kinds(entries, held, shares, finders)
@@ -144,28 +149,17 @@ class _Held(NamedTuple):
     ranks: Mapping[int, tuple[int, ...]]
 
 
-def _held(entries: Sequence[_Item], *, world_size: int) -> Iterator[_Held]:
-    """What the ranks hold of each entry; tensors of one shape and layout share the answer."""
-    everyone = {0: tuple(range(world_size))}
-    known: dict[Hashable, _Held] = {}
-    for entry in entries:
-        target = entry if isinstance(entry, Target) else None
-        key = target and (target.boxes, target.layout, target.entry.shape)
-        if key not in known:
-            whole = [Box.whole(() if target is None else target.entry.shape)] * world_size
-            if target is not None and target.boxes:
-                given = dict(target.boxes)  # the other ranks have nothing of the tensor
-                boxes = [given.get(rank, one) for rank, one in enumerate(whole)]
-                known[key] = _Held(boxes, {rank: (rank,) for rank in given})
-            elif target is not None and target.layout is not None:
-                known[key] = _split(target.layout, target.entry.shape)
-            else:
-                known[key] = _Held(whole, everyone)
-        yield known[key]
-
-
-def _split(layout: Layout, shape: tuple[int, ...]) -> _Held:
-    boxes = [_as_torch_places(box, shape) for box in layout.boxes(shape)]
+def _held(entry: _Item, world_size: int) -> _Held:
+    """What the ranks hold of an entry."""
+    shape = entry.entry.shape if isinstance(entry, Target) else ()
+    whole = [Box.whole(shape)] * world_size
+    if isinstance(entry, Target) and entry.boxes:
+        given = dict(entry.boxes)  # the other ranks have nothing of the tensor
+        boxes = [given.get(rank, box) for rank, box in enumerate(whole)]
+        return _Held(boxes, {rank: (rank,) for rank in given})
+    if not isinstance(entry, Target) or entry.layout is None:
+        return _Held(whole, {0: tuple(range(world_size))})
+    boxes = [_as_torch_places(box, shape) for box in entry.layout.boxes(shape)]
     ranks: dict[Box, list[int]] = {}
     for rank, box in enumerate(boxes):
         ranks.setdefault(box, []).append(rank)

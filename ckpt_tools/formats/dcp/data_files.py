@@ -49,6 +49,11 @@ def rank_of(path: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def files_of(storage: Storage) -> set[str]:
+    """The files that items are in, relative to the directory."""
+    return {info.relative_path for infos in storage.values() for info in infos.values()}
+
+
 # ------------------------------------------------------------------------------------------- items
 
 
@@ -69,12 +74,6 @@ class StoredItems:
         self._places: dict[tuple[str, tuple[str, ...]], _DataFile] = {}
         # By the identity of the boxes, which tensors with the same cut share and a grid keeps.
         self._grids: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Grid] = {}
-
-    @property
-    def file_names(self) -> set[str]:
-        """The files that are named, relative to the directory."""
-        every = (infos.values() for infos in self._storage.values())
-        return {info.relative_path for infos in every for info in infos}
 
     def chunks(self, fqn: str, boxes: tuple[Box, ...]) -> Sequence[Chunk]:
         """The chunks that have an item; one without is a hole, which the coverage check names."""

@@ -25,7 +25,7 @@ from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.formats.dcp import items as dcp_items
 from ckpt_tools.formats.dcp import objects as dcp_objects
-from ckpt_tools.formats.dcp.data_files import StoredItems, rank_of
+from ckpt_tools.formats.dcp.data_files import files_of, rank_of
 from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
 from ckpt_tools.formats.protocol import Checksummed, is_there, lengths_of
 from ckpt_tools.formats.replicas import Replicas
@@ -90,8 +90,8 @@ def union(parts: Mapping[int, Metadata], sizes: Mapping[str, int], root: str) ->
         planner_data=planner or None,
     )
     written_twice = {key: infos for key, infos in places.items() if len(infos) > 1}
-    files = frozenset(f"__{rank}.metadata" for rank in parts)
-    files = files.union(*(StoredItems(root, part.storage).file_names for part in parts.values()))
+    named = (files_of(part.storage) for part in parts.values())
+    files = frozenset(f"__{rank}.metadata" for rank in parts).union(*named)
     return Union(metadata, written_twice, files, complaints, tuple(_missing(parts, sizes, root)))
 
 
@@ -195,9 +195,7 @@ class _Items:
 
     def differ(self, chunk: Chunk, other: ByteRange) -> bool:
         """Whether a replica of a chunk certainly holds something else."""
-        if not chunk.box.numel or not (
-            is_there(chunk.data, self._lengths) and is_there(other, self._lengths)
-        ):
+        if not chunk.box.numel or not self._are_there(chunk.data, other):
             return False
         if chunk.codec is None:
             return not self._same_bytes(chunk.data, other)
@@ -205,7 +203,7 @@ class _Items:
 
     def objects_differ(self, entry: ObjectEntry, other: ByteRange) -> bool:
         """Whether another rank's object is certainly or possibly another one."""
-        if not (is_there(entry.data, self._lengths) and is_there(other, self._lengths)):
+        if not self._are_there(entry.data, other):
             return False
         codec = entry.codec or dcp_items.TORCH_SAVE
         if self._same_items(entry.data, other, codec):
@@ -216,6 +214,9 @@ class _Items:
         except CheckpointError:
             return True
         return not (one.opened and two.opened and are_same(one.value, two.value))
+
+    def _are_there(self, *places: ByteRange) -> bool:
+        return all(is_there(data, self._lengths) for data in places)
 
     def _same_bytes(self, one: ByteRange, other: ByteRange) -> bool:
         if one.length != other.length:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ckpt_tools.core import names
@@ -31,7 +31,7 @@ from ckpt_tools.errors import (
     unreadable,
 )
 from ckpt_tools.formats.dcp import per_rank
-from ckpt_tools.formats.dcp.data_files import DATA_FILE, StoredItems, problems_of
+from ckpt_tools.formats.dcp.data_files import DATA_FILE, StoredItems, files_of, problems_of
 from ckpt_tools.formats.dcp.items import TORCH_SAVE, tensors_in
 from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
 from ckpt_tools.formats.dcp.objects import open_containers
@@ -111,6 +111,18 @@ def _as_stated(path: str, union: Union, sizes: Mapping[str, int]) -> CheckpointI
     # Even a rank with nothing leaves a file.
     names_of_data = filter(None, map(DATA_FILE.fullmatch, (sizes.keys() | union.files) - strays))
     ranks = [int(match[1]) for match in names_of_data]
+    notes = []
+    if strays:
+        them = some(sorted(strays))
+        notes.append(f"Ignored {len(strays)} data files that .metadata does not name: {them}.")
+    if any(name.endswith(".metadata.tmp") for name in sizes):
+        notes.append(
+            "There is a .metadata.tmp beside .metadata: a later save into this folder was "
+            "interrupted, and has written over data files."
+        )
+    lost = counted(sum(entry is None for entry in objects), "object")
+    if None in objects:
+        notes.append(f"{lost} named in .metadata without a place in any file.")
     return CheckpointIndex(
         root=path,
         format="dcp",
@@ -120,7 +132,7 @@ def _as_stated(path: str, union: Union, sizes: Mapping[str, int]) -> CheckpointI
             FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(union.files)
         ),
         world_size=max(ranks) + 1 if ranks else None,
-        notes=tuple(_notes(sizes, strays, lost=sum(entry is None for entry in objects))),
+        notes=tuple(notes),
         problems=(*union.problems, *_problems(union.metadata, path)),
         tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
@@ -189,7 +201,7 @@ def _read_metadata(path: str, sizes: Mapping[str, int]) -> Union:
 
         if ".metadata" in sizes:
             metadata = load(".metadata")
-            needed = frozenset({".metadata", *StoredItems(path, metadata.storage).file_names})
+            needed = frozenset({".metadata", *files_of(metadata.storage)})
             return Union(metadata, {}, needed, {}, ())
         parts = {int(match[1]): name for name in sizes if (match := RANK_METADATA.fullmatch(name))}
         if not parts:
@@ -257,19 +269,6 @@ def _problems(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
             "model leaves it out.",
             about=[fqn],
         )
-
-
-def _notes(sizes: Mapping[str, int], strays: Collection[str], *, lost: int) -> Iterator[str]:
-    if strays:
-        them = some(sorted(strays))
-        yield f"Ignored {len(strays)} data files that .metadata does not name: {them}."
-    if any(name.endswith(".metadata.tmp") for name in sizes):
-        yield (
-            "There is a .metadata.tmp beside .metadata: a later save into this folder was "
-            "interrupted, and has written over data files."
-        )
-    if lost:
-        yield f"{counted(lost, 'object')} named in .metadata without a place in any file."
 
 
 def _with_packed(index: CheckpointIndex, files: Files) -> CheckpointIndex:

@@ -231,16 +231,17 @@ def _kinds(
             key = entry.entry.dtype, dtype, shape, id(boxes), tuple(at)
             kind = known.get(key)
             if kind is None:
-                parts = {
-                    rank: _part(boxes[rank], number, box_archive(dtype, boxes[rank].sizes))
-                    for number, rank in enumerate(at)
-                }
+                parts = {}
+                for number, rank in enumerate(at):
+                    packed = box_archive(dtype, boxes[rank].sizes)
+                    parts[rank] = _Part(boxes[rank], number, packed.archive.length, packed)
                 record = TensorRecord(dtype, shape, [boxes[rank] for rank in at])
                 kind = known[key] = _Kind(parts, record, {})
         else:
             packed = _packed(entry)
             targets = packed.targets
-            kind = _Kind({at[0]: _part(boxes[0], None, packed)}, None, {})
+            part = _Part(boxes[0], None, packed.archive.length, packed)
+            kind = _Kind({at[0]: part}, None, {})
         for target in targets:
             if target.fqn not in finders:
                 finders[target.fqn] = Finder(target.entry).require_whole()
@@ -302,10 +303,6 @@ class _RankFile:
             items += items_in(archive.slots_at(start), self.path, filled)
             start += archive.length
         return FilePlan(self.path, start, tuple(literals), tuple(items))
-
-
-def _part(box: Box, chunk: int | None, packed: _Packed) -> _Part:
-    return _Part(box, chunk, packed.archive.length, packed)
 
 
 def _packed_box(dtype: DType, sizes: tuple[int, ...]) -> _Packed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -383,6 +383,15 @@ class CheckpointIndex:
         entries: dict[str, Entry] = {entry.fqn: entry for entry in self.entries}
         return self.nesting.map(entries.__getitem__)
 
+    def holding(self: _Index, entries: Iterable[Entry]) -> _Index:
+        """The same checkpoint with these entries, sorted by name."""
+        ordered = sorted(entries, key=_fqn)
+        return replace(
+            self,
+            tensors=tuple(entry for entry in ordered if isinstance(entry, TensorEntry)),
+            objects=tuple(entry for entry in ordered if isinstance(entry, ObjectEntry)),
+        )
+
     def arranged(self: _Index, tree: Branch[Entry]) -> _Index:
         """The same checkpoint with the entries of a tree, each renamed after its place in it.
 
@@ -401,9 +410,7 @@ class CheckpointIndex:
                     hint="Leave one of them out with --exclude.",
                 )
         return replace(
-            self,
-            tensors=tuple(entry for entry in placed if isinstance(entry, TensorEntry)),
-            objects=tuple(entry for entry in placed if isinstance(entry, ObjectEntry)),
+            self.holding(placed),
             tree=tree.map_places(lambda path, _: ".".join(map(str, path))),
             packed=tuple(one._replace(held=frozenset()) for one in self.packed),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -17,7 +17,6 @@ from ckpt_tools.core import names
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
-    Entry,
     FileEntry,
     ObjectEntry,
     Path,
@@ -95,7 +94,7 @@ class _Joining:
             self.closed(path, (name,))
             return
         entries = (replace(entry, section="other") for entry in index.entries)
-        self.others.append(_under(container, _of(index, list(entries))))
+        self.others.append(_under(container, index.holding(entries)))
 
     def closed(self, path: str, place: Path) -> None:
         """Take in a file as one object, or the values of a JSON file."""
@@ -111,7 +110,7 @@ class _Joining:
             return
         bare = CheckpointIndex(path, "torch", (), files=(FileEntry(path, length),), tree=tree)
         with Files() as files:  # tensors in it are tensors of the checkpoint, for every command
-            self.others.append(open_containers(_of(bare, entries), files))
+            self.others.append(open_containers(bare.holding(entries), files))
 
     def index(self) -> CheckpointIndex:
         """All of it as one index."""
@@ -134,7 +133,7 @@ class _Joining:
             packed=tuple(one for part in every for one in part.packed),
             tree=reduce(merge, (part.tree for part in every)),
         )
-        return _of(whole, entries)
+        return whole.holding(entries)
 
     def _without_groups(self) -> Iterator[CheckpointError]:
         """What keeps the loader of every framework from an optimizer: that it has no groups.
@@ -187,16 +186,6 @@ def _under(container: str | None, index: CheckpointIndex) -> CheckpointIndex:
             problem.concerning(f"{container}.{name}" for name in problem.about)
             for problem in index.problems
         ),
-    )
-
-
-def _of(index: CheckpointIndex, entries: Sequence[Entry]) -> CheckpointIndex:
-    """The same checkpoint with these entries, sorted by name."""
-    ordered = sorted(entries, key=lambda entry: entry.fqn)
-    return replace(
-        index,
-        tensors=tuple(entry for entry in ordered if not isinstance(entry, ObjectEntry)),
-        objects=tuple(entry for entry in ordered if isinstance(entry, ObjectEntry)),
     )
 
 

@@ -16,6 +16,7 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
+    Entry,
     ObjectEntry,
     PackedObject,
     TensorEntry,
@@ -50,8 +51,7 @@ _END = 4 << 10
 class _OpenedItem(NamedTuple):
     """An item that holds whole tensors in its own containers."""
 
-    tensors: list[TensorEntry]
-    objects: list[ObjectEntry]
+    entries: list[Entry]
     tree: Branch[str]
 
 
@@ -75,27 +75,21 @@ def open_containers(index: Index, files: Files) -> Index:
             damaged[entry.fqn] = error
     if not containers and not damaged:
         return index
-    tensors, objects, packed = [*index.tensors], [], [*index.packed]
+    entries: list[Entry] = [*index.tensors]
+    packed = [*index.packed]
     for entry in index.objects:
         container = containers.get(entry.fqn)
         if container is None:
-            flaw = damaged.get(entry.fqn, entry.flaw)
-            objects.append(replace(entry, flaw=flaw))
+            entries.append(replace(entry, flaw=damaged.get(entry.fqn, entry.flaw)))
             continue
-        tensors += container.tensors
-        objects += container.objects
+        entries += container.entries
         packed.append(PackedObject(entry, frozenset(container.tree.leaves())))
 
     def part(fqn: str) -> str | Branch[str]:
         return containers[fqn].tree if fqn in containers else fqn
 
-    return replace(
-        index,
-        tensors=tuple(sorted(tensors, key=lambda entry: entry.fqn)),
-        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
-        packed=tuple(packed),
-        tree=index.nesting.map(part),
-    )
+    whole = index.holding(entries)
+    return replace(whole, packed=tuple(packed), tree=index.nesting.map(part))
 
 
 def open_objects(index: Index, files: Files, *, largest: int | None = None) -> Index:
@@ -182,14 +176,13 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
         return None
     path = unpacked(files, entry.data, str(entry.codec)).path
     pickle = ByteRange(path, data.offset, data.length)
-    objects = [leaf.entry(entry.section, pickle) for leaf in state.objects]
+    entries: list[Entry] = [leaf.entry(entry.section, pickle) for leaf in state.objects]
     if any(leaf.stored.local.shape != leaf.stored.shape for leaf in state.tensors):
         raise IncompleteError(
             "torch wrote it as one pickle with one rank's shards, and those of the other ranks "
             "were never written.",
             hint="Save again with a list or a dict in place of the tuple.",
         )
-    tensors = []
     for leaf in state.tensors:
         if not isinstance(leaf.stored, StoredTensor):
             return None
@@ -198,9 +191,9 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
         chunk = chunk_of(Box.whole(shape), leaf.stored, record, path)
         if chunk.codec is not None:
             chunk = resolved(chunk, dtype, files)
-        tensors.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
+        entries.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
     torch_zip.require_little_endian(archive)
-    return _OpenedItem(tensors, objects, state.tree)
+    return _OpenedItem(entries, state.tree)
 
 
 def copyable_objects(index: Index, files: Files) -> Index:

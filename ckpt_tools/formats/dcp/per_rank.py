@@ -169,9 +169,7 @@ def compared(
         replicas.add_unequal(item, own, rank=_rank(differs), how=how)
     hint = f"-x leaves them out. {JOINED_BY_OWNER}"
     return replace(
-        index,
-        tensors=replicas.sorted(TensorEntry),
-        objects=replicas.sorted(ObjectEntry),
+        index.holding(replicas.entries),
         notes=(*index.notes, *replicas.notes()),
         problems=(*index.problems, *replicas.problems("tensors", hint=hint)),
         tree=replicas.within(index.tree),

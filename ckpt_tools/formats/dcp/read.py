@@ -95,11 +95,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     # The sections that entries have beside what containers held.
     objects = {entry.path for entry in index.objects}
     sections = names.sections_of([entry.path for entry in index.entries], objects=objects)
-    return replace(
-        index,
-        tensors=tuple(replace(entry, section=sections[entry.path]) for entry in index.tensors),
-        objects=tuple(replace(entry, section=sections[entry.path]) for entry in index.objects),
-    )
+    return index.holding(replace(one, section=sections[one.path]) for one in index.entries)
 
 
 def _as_stated(path: str, union: Union, sizes: Mapping[str, int]) -> CheckpointIndex:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.formats.numbered import (
     INDEX_SUFFIX,
     NUMBERED,
@@ -90,20 +90,18 @@ class _Reading(Reading):
                 holders[fqn].append(path)
         several = {fqn: held for fqn, held in holders.items() if len(held) > 1}
         counting, doubles = owners(several, weight_map)
-        entries: list[Entry] = [
-            entry
-            for part in self.parts
-            for entry in part.entries
-            if counting.get(entry.fqn, part.root) == part.root
-        ]
-        entries.sort(key=lambda entry: entry.fqn)
-        return CheckpointIndex(
+        index = CheckpointIndex(
             root=self.root,
             format=torch_file.FORMAT,
-            tensors=tuple(entry for entry in entries if isinstance(entry, TensorEntry)),
-            objects=tuple(entry for entry in entries if isinstance(entry, ObjectEntry)),
+            tensors=(),
             files=tuple(sorted(self.files)),
             ties=tuple(tie for part in self.parts for tie in part.ties),
             notes=tuple(note for part in self.parts for note in part.notes),
             problems=(*self.problems, *(both_hold(*two, fqns) for two, fqns in doubles.items())),
+        )
+        return index.holding(
+            entry
+            for part in self.parts
+            for entry in part.entries
+            if counting.get(entry.fqn, part.root) == part.root
         )

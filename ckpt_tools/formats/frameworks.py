@@ -213,11 +213,11 @@ def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
         (_at(escape(folder) if "*" in name else folder, name), container)
         for name, container in zip(model + optim, ("model", "optimizer"), strict=False)
     ]
-    closed: list[tuple[str, Path]] = []
-    for name in sorted(held, key=_by_number):
-        match = RANDOM_STATES.fullmatch(name)
-        if match:
-            closed.append((_at(folder, name), (match[1], f"rank_{match[2]}")))
+    closed: list[tuple[str, Path]] = [
+        (_at(folder, name), (match[1], f"rank_{match[2]}"))
+        for name in sorted(held, key=_by_number)
+        if (match := RANDOM_STATES.fullmatch(name))
+    ]
     flat = {m[1]: name for name in sorted(held) if (m := _SCHEDULERS.fullmatch(name))}
     if _TRAINER_STATE in held:
         closed.append((_at(folder, _TRAINER_STATE), ("trainer_state",)))

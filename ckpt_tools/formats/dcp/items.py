@@ -266,25 +266,23 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     """
     lengths = lengths_of(index)
     items = [
-        (data, str(chunk.codec))
+        (data, chunk.codec)
         for entry in index.tensors
         for chunk in entry.chunks
-        if chunk.codec in ARCHIVES
         for data in (chunk.data, *chunk.replicas)
     ]
     objects = [*index.objects, *(one.item for one in index.packed)]
-    items += [(one.data, str(one.codec)) for one in objects if one.codec in ARCHIVES]
+    items += [(one.data, one.codec) for one in objects]
     only_items: set[str] = set()
     archives = checksums.Archives(files)
     for data, codec in items:
-        if is_there(data, lengths):
-            only_items.add(data.path)
-            if codec == TORCH_SAVE:
-                yield from archives.parts(data)
-            else:
-                yield ChecksumPart(
-                    data, data.length, partial(_unpacked_records, files, data, codec)
-                )
+        if codec not in ARCHIVES or not is_there(data, lengths):
+            continue
+        only_items.add(data.path)
+        if codec == TORCH_SAVE:
+            yield from archives.parts(data)
+        else:
+            yield ChecksumPart(data, data.length, partial(_inflated_records, files, data))
     packed = frozenset().union(*(one.held for one in index.packed))
     apart = (entry for entry in index.tensors if entry.fqn not in packed)
     only_items -= {c.data.path for e in apart for c in e.chunks if c.codec is None}
@@ -297,10 +295,8 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     yield from checksums.parts_of_files(replace(index, files=tuple(beside)), files)
 
 
-def _unpacked_records(
-    files: Files, data: ByteRange, codec: str, window: Window
-) -> Iterator[Checksummed]:
-    for one in checksums.Archives(files).records(unpacked(files, data, codec), window):
+def _inflated_records(files: Files, data: ByteRange, window: Window) -> Iterator[Checksummed]:
+    for one in checksums.Archives(files).records(unpacked(files, data, ZSTD), window):
         yield one._replace(stored=data)
 
 

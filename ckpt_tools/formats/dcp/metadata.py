@@ -376,10 +376,10 @@ def _are_counts(rows: Sequence[Offsets], ndim: int) -> bool:
 def _storage(value: object) -> Storage:
     if type(value) is not dict:
         raise UnreadableError("does not say where its items lie: it has no storage_data.")
-    kinds = set(map(type, value)), set(map(type, value.values()))
-    if not kinds[0] <= {_MetadataIndex} or not kinds[1] <= {StorageInfo}:
-        raise UnreadableError("gives places of items in a way that torch does not.")
-    if not set(map(type, chain.from_iterable(filter(None, map(_offset, value))))) <= {int}:
+    keys, infos = set(map(type, value)), set(map(type, value.values()))
+    is_known = keys <= {_MetadataIndex} and infos <= {StorageInfo}
+    offsets = filter(None, map(_offset, value)) if is_known else ()
+    if not is_known or not set(map(type, chain.from_iterable(offsets))) <= {int}:
         raise UnreadableError("gives places of items in a way that torch does not.")
     set(map(_path_of, value.values()))  # an AttributeError for one without a state
     storage: dict[str, dict[Offsets | None, StorageInfo]] = defaultdict(dict)

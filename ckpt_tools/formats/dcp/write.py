@@ -329,8 +329,5 @@ def _laid_out(pickle: bytes, sizes: Sequence[int], targets: tuple[Target, ...] =
 
 def archive_of(entry: ObjectEntry) -> bytes:
     """The archive of an object's value, as an item holds it."""
-    archive = lay_out(dumps(object_node(entry)), ())
-    data = bytearray(archive.length)
-    for offset, literal in archive.literals_at(0):
-        data[offset : offset + len(literal)] = literal
-    return bytes(data)
+    ((_, data),) = lay_out(dumps(object_node(entry)), ()).literals  # without slots, it is one piece
+    return data

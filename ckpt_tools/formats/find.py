@@ -178,7 +178,17 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     folder = paths.folder_of(matched[0])
     form = detect(folder)
     if form not in (None, rank_files.FORMAT, torch_file.FORMAT):
-        return _read_globbed_folder(path, folder, frozenset(map(paths.normal, matched)), options)
+        index = read_index(folder, options=options)
+        chosen = set(map(paths.normal, matched))
+        held = {paths.normal(c.data.path) for e in index.tensors for c in e.chunks}
+        if held <= chosen:
+            return index
+        raise UsageError(
+            f"{path} chooses {len(held & chosen)} of the {len(held)} files that {folder} is read "
+            "from.",
+            hint="A checkpoint is read from all of its files; choose names with -i and -x.",
+            instead=paths_instead(path, [folder]),
+        )
     from ckpt_tools.formats.rank_files import numbered
     from ckpt_tools.formats.rank_files import read as of_ranks
     from ckpt_tools.formats.torch_file import folder as of_files
@@ -190,25 +200,6 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     read = of_files.read_index if is_joined else of_ranks.read_index
     index = slices.checked(read(matched, options=options), _read_format, options)
     return _with_states(index, before)
-
-
-def _read_globbed_folder(
-    path: str, folder: str, matched: frozenset[str], options: ReadOptions
-) -> CheckpointIndex:
-    """The checkpoint of a folder whose files a glob chooses, when it chooses all that hold tensors.
-
-    Raises UsageError when it chooses some of them: what they hold is then chosen by name.
-    """
-    index = read_index(folder, options=options)
-    held = {paths.normal(c.data.path) for e in index.tensors for c in e.chunks}
-    if held <= matched:
-        return index
-    raise UsageError(
-        f"{path} chooses {len(held & matched)} of the {len(held)} files that {folder} is read "
-        "from.",
-        hint="A checkpoint is read from all of its files; choose names with -i and -x.",
-        instead=paths_instead(path, [folder]),
-    )
 
 
 def _only_one_inside(folder: str, options: ReadOptions) -> str:
@@ -342,7 +333,7 @@ def _inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
 
     What is inside of a checkpoint is not looked into.
     """
-    by_real_path: dict[str, str] = {}
+    found: list[str] = []
     level = [folder]
     seen = 0
     for _ in range(_MAX_DEPTH):
@@ -351,13 +342,19 @@ def _inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
             names = (name for name in paths.names_in(parent) if not frameworks.is_side(name))
             for path in (os.path.join(parent, name) for name in names):
                 seen += 1
-                if is_checkpoint(_followed(path)):
-                    _keep(by_real_path, _followed(path))
+                place = _followed(path)
+                if is_checkpoint(place):
+                    found.append(place)
                 elif paths.is_dir(path) and not os.path.islink(path):
                     below.append(path)
         level = below
         if seen > _MAX_FOLDERS:
             break
+    by_real_path: dict[str, str] = {}  # by its own name rather than by that of a link to it
+    for path in found:
+        real = path if paths.is_address(path) else os.path.realpath(path)
+        if real not in by_real_path or os.path.islink(by_real_path[real]):
+            by_real_path[real] = path
     return list(by_real_path.values())
 
 
@@ -376,10 +373,3 @@ def _beside(folder: str, read: Collection[str]) -> list[str]:
         return not is_own and is_checkpoint(path)
 
     return [os.path.relpath(path, folder) for path in _inside(folder, is_other)]
-
-
-def _keep(by_real_path: dict[str, str], path: str) -> None:
-    """Remember a checkpoint once, by its own name rather than by that of a link to it."""
-    real = path if paths.is_address(path) else os.path.realpath(path)
-    if real not in by_real_path or os.path.islink(by_real_path[real]):
-        by_real_path[real] = path

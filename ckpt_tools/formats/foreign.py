@@ -188,7 +188,7 @@ def refuse_foreign(path: str) -> None:
             raise _refusal(path, tool_and_sign[0], f" (it holds {tool_and_sign[1]})")
     elif paths.is_file(path):
         head = paths.head(path, HEAD)
-        if is_lfs_pointer(head):
+        if sniff(head) == "lfs":
             raise lfs_pointer(path)
         tool = _of_name(os.path.basename(path)) or _of_bytes(head)
         if tool is not None:
@@ -214,11 +214,6 @@ def lfs_pointer(path: str) -> UnreadableError:
     """The error for a pointer of Git LFS."""
     what, way = _SAID["lfs"]
     return UnreadableError(f"{path} {what}.", hint=way)
-
-
-def is_lfs_pointer(head: bytes) -> bool:
-    """Whether a file that begins with these bytes is a pointer of Git LFS."""
-    return sniff(head) == "lfs"
 
 
 def _refusal(path: str, tool: _Tool, seen: str) -> CheckpointError:

@@ -36,7 +36,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.dcp.items import TORCH_SAVE, ZSTD
 from ckpt_tools.formats.dcp.metadata import Storage, StorageInfo
-from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
+from ckpt_tools.formats.foreign import lfs_pointer, sniff
 from ckpt_tools.storage import paths
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
@@ -196,7 +196,7 @@ def _file_problems(
             about=sorted(set().union(*(damaged[path] for path in missing))),
         )
     for path, size in sorted(bad.items()):
-        if size is not None and is_lfs_pointer(paths.head(path, 64)):
+        if size is not None and sniff(paths.head(path, 64)) == "lfs":
             yield lfs_pointer(path).concerning(sorted(damaged[path]))
         elif size is not None:
             yield UnreadableError(

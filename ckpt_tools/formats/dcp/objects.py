@@ -128,20 +128,16 @@ def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]
         and is_there(entry.data, lengths)
     ]
     archives = sorted((e for e in there if e.codec == TORCH_SAVE), key=lambda entry: entry.data)
+    ends = {entry.fqn: torch_zip.ends_of(entry.data, _END)[1] for entry in archives}
     said_later = (CheckpointError,)  # when they are opened
-    for entry in fetched(archives, lambda e: [_end_of(e.data)], files, spared=said_later):
+    for entry in fetched(archives, lambda e: [ends[e.fqn]], files, spared=said_later):
         end = b""
         with suppress(*said_later):
-            end = files.read(*_end_of(entry.data))
+            end = files.read(*ends[entry.fqn])
         # Names stand in the directory as they are. torch's own ".data/…" has a dot before it.
         if _RECORDS in end or b"PK\x05\x06" not in end:
             yield entry
     yield from (entry for entry in there if entry.codec == ZSTD)
-
-
-def _end_of(data: ByteRange) -> ByteRange:
-    length = min(data.length, _END)
-    return ByteRange(data.path, data.offset + data.length - length, length)
 
 
 def opened(entry: ObjectEntry, files: Files) -> ObjectEntry:

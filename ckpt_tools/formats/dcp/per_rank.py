@@ -156,8 +156,7 @@ def compared(
             for data in (first.data, *first.replicas)
         ]
         held = ((chunk.rank, replace(entry, chunks=(chunk,))) for chunk in alone)
-        how = _not_on(first.data, differs)
-        replicas.add_unequal(entry, held, rank=_rank(differs), how=how)
+        replicas.add_unequal(entry, held, rank=_rank(differs), how=_not_on(first.data, differs))
     for item in index.objects:
         places = [_range(index.root, info) for info in written_twice.get((item.fqn, None), ())]
         differs = next((data for data in places[1:] if items.objects_differ(item, data)), None)
@@ -165,8 +164,7 @@ def compared(
             replicas.add(item, several=len(places) > 1)
             continue
         own = ((_rank(data), replace(item, data=data)) for data in places)
-        how = _not_on(places[0], differs)
-        replicas.add_unequal(item, own, rank=_rank(differs), how=how)
+        replicas.add_unequal(item, own, rank=_rank(differs), how=_not_on(places[0], differs))
     hint = f"-x leaves them out. {JOINED_BY_OWNER}"
     return replace(
         index.holding(replicas.entries),

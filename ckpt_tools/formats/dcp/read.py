@@ -36,7 +36,7 @@ from ckpt_tools.formats.dcp.items import TORCH_SAVE, tensors_in
 from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
 from ckpt_tools.formats.dcp.objects import open_containers
 from ckpt_tools.formats.dcp.per_rank import RANK_METADATA, Union
-from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
+from ckpt_tools.formats.foreign import lfs_pointer, sniff
 from ckpt_tools.formats.pickle.interpret import collector_paused
 from ckpt_tools.formats.pickle.stored import StoredTensor
 from ckpt_tools.formats.protocol import ReadOptions
@@ -191,7 +191,7 @@ def _read_metadata(path: str, sizes: Mapping[str, int]) -> Union:
             if sizes[name] == 0:
                 raise UnreadableError(f"{where} is empty.", hint="The save was interrupted.")
             data = files.read(where, 0, sizes[name])
-            if is_lfs_pointer(data):
+            if sniff(data[:64]) == "lfs":
                 raise lfs_pointer(where)
             return load_metadata(data, where=where)
 

@@ -78,17 +78,12 @@ def _layout_node(mesh: Mesh, generation: Generation) -> Instance:
     strides = row_major_strides(mesh.shape)
     if "axes" not in generation.layout:
         return Instance(cls, state={"shape": (*mesh.shape,), "stride": strides})
-    axes = tuple(
-        Instance(
-            Global(f"{_LAYOUT}._FlatLayout"),
-            # torch leaves dimensions of size 1 out of a layout.
-            state={"shape": (size,), "stride": (stride,)}
-            if size > 1
-            else {"shape": (), "stride": ()},
-        )
-        for size, stride in zip(mesh.shape, strides, strict=True)
-    )
-    return Instance(cls, state={"axes": axes})
+    axes = []
+    for size, stride in zip(mesh.shape, strides, strict=True):
+        # torch leaves dimensions of size 1 out of a layout.
+        state = {"shape": (size,), "stride": (stride,)} if size > 1 else {"shape": (), "stride": ()}
+        axes.append(Instance(Global(f"{_LAYOUT}._FlatLayout"), state=state))
+    return Instance(cls, state={"axes": tuple(axes)})
 
 
 def dtensor_node(

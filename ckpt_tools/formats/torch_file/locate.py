@@ -105,17 +105,15 @@ def _with_replicas(
     first = raw(chunk)
     if not chunk.replicas or chunk.codec is None:
         return first
-    bare = chunk._replace(replicas=())
-    others = [
-        raw(bare._replace(data=data)) if is_there(data, lengths) else None
-        for data in chunk.replicas
-    ]
     layout = (first.strides, first.codec, first.data.length)
-    replicas = [
-        data if other is None else other.data
-        for data, other in zip(chunk.replicas, others, strict=True)
-        if other is None or (other.strides, other.codec, other.data.length) == layout
-    ]
+    replicas = []
+    for data in chunk.replicas:
+        if not is_there(data, lengths):
+            replicas.append(data)
+            continue
+        other = raw(chunk._replace(data=data, replicas=()))
+        if (other.strides, other.codec, other.data.length) == layout:
+            replicas.append(other.data)
     return first._replace(replicas=tuple(replicas))
 
 

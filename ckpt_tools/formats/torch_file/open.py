@@ -209,20 +209,19 @@ def byte_range_of(stored: StoredTensor, record: Record, path: str) -> ByteRange:
     Raises UnreadableError when the storage is shorter than it says.
     """
     itemsize = dtype_named(stored.dtype).itemsize
-    unit = itemsize if stored.storage.dtype is None else dtype_named(stored.storage.dtype).itemsize
-    nbytes = stored.storage.numel * (1 if stored.storage.dtype is None else unit)
+    unit = 1 if stored.storage.dtype is None else dtype_named(stored.storage.dtype).itemsize
+    nbytes = stored.storage.numel * unit
     if record.length != nbytes:
         raise UnreadableError(
             f"{path}: storage {stored.storage.key!r} has {record.length:,} bytes, "
             f"its tensors were saved with {nbytes:,}."
         )
-    start = stored.storage_offset * itemsize
-    end = stored.end * itemsize
-    if end > nbytes and 0 not in stored.shape:
+    if 0 in stored.shape:
+        return ByteRange(path, record.offset, 0)
+    start, end = stored.storage_offset * itemsize, stored.end * itemsize
+    if end > nbytes:
         raise UnreadableError(
             f"{path}: a tensor of {list(stored.shape)} needs bytes {start:,} to {end:,} of "
             f"storage {stored.storage.key!r}, which has {nbytes:,}."
         )
-    if 0 in stored.shape:
-        return ByteRange(path, record.offset, 0)
     return ByteRange(path, record.offset + start, end - start)

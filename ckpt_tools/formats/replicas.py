@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import TypeVar
 
 from ckpt_tools.core.index import Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.names import is_step, join
@@ -25,6 +27,7 @@ from ckpt_tools.core.state_tree import Branch, dict_of
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnsupportedError
 
+_Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
 LEAVE_OUT = "Leave them out with -x, or save again from a job in which all ranks agree."
 
 
@@ -36,9 +39,9 @@ class Replicas:
     should be equal and are not, each with the first rank that differs from the lowest.
     """
 
-    entries: list[Entry] = field(default_factory=list)
     complaints: dict[str, str] = field(default_factory=dict)
     differing: list[tuple[Entry, int | None]] = field(default_factory=list)
+    _entries: list[Entry] = field(default_factory=list)
     _apart: dict[str, Branch[str]] = field(default_factory=dict)
     _steps: dict[str, str] = field(default_factory=dict)
     _optim_steps: dict[str, str] = field(default_factory=dict)
@@ -46,7 +49,7 @@ class Replicas:
 
     def add(self, entry: Entry, *, several: bool) -> None:
         """Take in an entry that one rank holds, or ``several`` alike."""
-        self.entries.append(entry)
+        self._entries.append(entry)
         if several and entry.section == "optim" and is_step(entry.path, "optim"):
             self._optim_step_is_equal = True
 
@@ -71,12 +74,17 @@ class Replicas:
             for of, one in held:
                 path = (*entry.path, f"rank_{of}")
                 of_rank[f"rank_{of}"] = join(path)
-                self.entries.append(replace(one, fqn=join(path), path=path))
+                self._entries.append(replace(one, fqn=join(path), path=path))
             self._apart[entry.fqn] = dict_of(of_rank)
             return
-        self.entries.append(entry)
+        self._entries.append(entry)
         if usable and entry.fqn not in self._steps:
             self.differing.append((entry, rank))
+
+    def sorted(self, kind: type[_Entry]) -> tuple[_Entry, ...]:
+        """The tensors or the objects, by name."""
+        found = (entry for entry in self._entries if isinstance(entry, kind))
+        return tuple(sorted(found, key=attrgetter("fqn")))
 
     def within(self, tree: Branch[str]) -> Branch[str]:
         """The tree, with a dict of ``rank_0``, ``rank_1``… in place of what each rank keeps."""

@@ -167,7 +167,9 @@ def compared(
         replicas.add_unequal(item, own, rank=_rank(differs), how=_not_on(places[0], differs))
     hint = f"-x leaves them out. {JOINED_BY_OWNER}"
     return replace(
-        index.holding(replicas.entries),
+        index,
+        tensors=replicas.sorted(TensorEntry),
+        objects=replicas.sorted(ObjectEntry),
         notes=(*index.notes, *replicas.notes()),
         problems=(*index.problems, *replicas.problems("tensors", hint=hint)),
         tree=replicas.within(index.tree),

@@ -105,15 +105,15 @@ def entries_of(root: str, gathered: Gathered, files: Files) -> CheckpointIndex:
         if objects[0].is_tensor and path in gathered.tensors:
             continue  # said of the tensor
         _add_object(replicas, path, objects, sections[path])
-    index = CheckpointIndex(root, "ranks", ()).holding(replicas.entries)
+    tensors = replicas.sorted(TensorEntry)
     problems = [
         *gathered.clashes,
         *replicas.problems("plain tensors (no DTensors)", hint=_hint(replicas)),
         *([replicas_differ(torn)] if torn else []),
     ]
-    notes = (*replicas.notes(), *_notes(index.tensors))
-    tree = replicas.within(gathered.tree)
-    return replace(index, notes=notes, problems=tuple(problems), tree=tree)
+    notes = (*replicas.notes(), *_notes(tensors))
+    index = CheckpointIndex(root, "ranks", tensors, replicas.sorted(ObjectEntry), notes=notes)
+    return replace(index, problems=tuple(problems), tree=replicas.within(gathered.tree))
 
 
 def _hint(replicas: Replicas) -> str:
@@ -121,8 +121,7 @@ def _hint(replicas: Replicas) -> str:
     wrong = [one for one, _ in replicas.differing if isinstance(one, TensorEntry)]
     if any(entry.section == "optim" and entry.shape for entry in wrong):
         return _FLAT_SHARDS
-    tensors = [entry for entry in replicas.entries if isinstance(entry, TensorEntry)]
-    has_layouts = any(entry.layout is not None for entry in tensors)
+    has_layouts = any(entry.layout is not None for entry in replicas.sorted(TensorEntry))
     return LEAVE_OUT if has_layouts else JOINED_BY_OWNER
 
 

@@ -163,8 +163,10 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     from ckpt_tools.formats.torch_file.open import chunk_of
 
     archive = archive_of_object(entry, files)
+    if not any(name.startswith("data/") for name in archive.names):
+        return None
     data = archive.record("data.pkl")
-    if data.length > _MAX_TREE or not any(name.startswith("data/") for name in archive.names):
+    if data.length > _MAX_TREE:
         return None
     value = pickles.load_tensors(archive.read("data.pkl"), where=archive.where)
     state = flatten_at(value, where=archive.where, fqn=entry.fqn, path=entry.path)

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ckpt_tools.copying.read import read_box
+from ckpt_tools.copying.read import first_unequal, read_box
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.text import counted
 from ckpt_tools.storage.reader import Files
 
@@ -84,24 +83,13 @@ def _repeated(scan: Scan, files: Files) -> Iterator[Anomaly]:
     for group in equal_crcs.values():
         first, *others = group
         for other in others:
-            if _equal(scan.entry, first, other, files):
+            here, there = (
+                read_box(replace(scan.entry, chunks=(chunk,)), chunk.box, files=files)
+                for chunk in (first.chunk, other.chunk)
+            )
+            if first_unequal(here, there) is None:
                 who = "" if first.chunk.rank is None else f" of rank {first.chunk.rank}"
                 yield _of_chunk(scan, other, "repeated", f"the same as {first.chunk.box}{who}")
-
-
-def _equal(entry: TensorEntry, one: ChunkScan, other: ChunkScan, files: Files) -> bool:
-    """Whether two chunks with one CRC-32 hold the same bytes."""
-    alone = [replace(entry, chunks=(scanned.chunk,)) for scanned in (one, other)]
-    here = read_box(alone[0], one.chunk.box, files=files)
-    there = read_box(alone[1], other.chunk.box, files=files)
-    return all(bytes(a) == bytes(b) for a, b in zip(here, there, strict=True))
-
-
-class _RankOf(NamedTuple):
-    """Rank ``rank`` of ``ranks``."""
-
-    rank: int
-    ranks: int
 
 
 def zero_row_anomalies(scans: Sequence[Scan]) -> list[Anomaly]:
@@ -119,36 +107,34 @@ def zero_row_anomalies(scans: Sequence[Scan]) -> list[Anomaly]:
     }
     votes = Counter(share for candidates in shares.values() for share in candidates)
     anomalies: list[Anomaly] = []
-    for (place, run), candidates in shares.items():
-        best = max(candidates, key=lambda share: (votes[share], -share.ranks))
-        least = _MIN_VOTES if run[1] - run[0] > 1 else _MIN_VOTES_OF_ONE_ROW
-        if votes[best] >= least:
-            anomalies.append(_zero_rows(scans[place], run, best, votes[best]))
+    for (place, (start, end)), candidates in shares.items():
+        best = max(candidates, key=lambda share: (votes[share], -share[1]))
+        least = _MIN_VOTES if end - start > 1 else _MIN_VOTES_OF_ONE_ROW
+        if votes[best] < least:
+            continue
+        rank, ranks = best
+        fqn, (rows, *others) = scans[place].entry.fqn, scans[place].entry.shape
+        box = Box((start, *[0] * len(others)), (end - start, *others))
+        path = scans[place].chunks[0].chunk.data.path
+        detail = (
+            f"rows {start}:{end} of {rows} are zero, the share of rank {rank} of {ranks}, as in "
+            f"{counted(votes[best], 'tensor')}"
+        )
+        anomalies.append(Anomaly(fqn, "zero rows", box, rank, path, detail))
     return anomalies
 
 
-def _shares(run: tuple[int, int], rows: int) -> list[_RankOf]:
-    """Whose share these rows may be: pieces of ceil(rows / ranks), the last one shorter."""
+def _shares(run: tuple[int, int], rows: int) -> list[tuple[int, int]]:
+    """Whose share these rows may be, as a rank and the number of ranks.
+
+    A share is ceil(rows / ranks) rows, the last one fewer.
+    """
     start, end = run
     if start == 0 and end == rows:
         return []
-    shares: list[_RankOf] = []
+    shares = []
     for ranks in range(2, min(rows, _MAX_RANKS) + 1):
         size = -(-rows // ranks)
         if start % size == 0 and end == min(rows, start + size):
-            shares.append(_RankOf(start // size, ranks))
+            shares.append((start // size, ranks))
     return shares
-
-
-def _zero_rows(scan: Scan, run: tuple[int, int], share: _RankOf, votes: int) -> Anomaly:
-    entry, (start, end) = scan.entry, run
-    box = Box((start, *(0 for _ in entry.shape[1:])), (end - start, *entry.shape[1:]))
-    return Anomaly(
-        entry.fqn,
-        "zero rows",
-        box,
-        share.rank,
-        scan.chunks[0].chunk.data.path,
-        f"rows {start}:{end} of {entry.shape[0]} are zero, the share of rank {share.rank} of "
-        f"{share.ranks}, as in {counted(votes, 'tensor')}",
-    )

@@ -7,20 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, LocatedIndex, Section, TensorEntry
-
-
-class _Cluster(NamedTuple):
-    """Ranges of one file that overlap, and the bytes from the first to the last of them."""
-
-    start: int
-    end: int
-    places: list[int]
 
 
 class IntervalMap:
@@ -28,46 +20,31 @@ class IntervalMap:
 
     def __init__(self, ranges: Sequence[ByteRange]) -> None:
         self._ranges = ranges
-        by_path: dict[str, list[int]] = defaultdict(list)
-        for place, data in enumerate(ranges):
-            by_path[data.path].append(place)
-        self._clusters = {path: self._clustered(places) for path, places in by_path.items()}
-        self._starts = {
-            path: [cluster.start for cluster in clusters]
-            for path, clusters in self._clusters.items()
-        }
-
-    def _clustered(self, places: list[int]) -> list[_Cluster]:
-        clusters: list[_Cluster] = []
-        for place in sorted(places, key=lambda place: self._ranges[place].offset):
-            _, start, length = self._ranges[place]
-            end = start + length
-            if clusters and start < clusters[-1].end:
-                last = clusters[-1]
-                last.places.append(place)
-                clusters[-1] = last._replace(end=max(last.end, end))
-            else:
-                clusters.append(_Cluster(start, end, [place]))
-        return clusters
+        self._places: dict[str, list[int]] = defaultdict(list)
+        for place in sorted(range(len(ranges)), key=lambda place: ranges[place].offset):
+            self._places[ranges[place].path].append(place)
+        self._starts, self._ends = dict[str, list[int]](), dict[str, list[int]]()
+        for path, places in self._places.items():
+            self._starts[path] = [ranges[place].offset for place in places]
+            # Of a range and all before it: so these ascend, too.
+            ends = (ranges[place].offset + ranges[place].length for place in places)
+            self._ends[path] = list(accumulate(ends, max))
 
     def meeting(self, data: ByteRange) -> list[int]:
         """Places of the ranges that have bytes in common with this one."""
-        clusters = self._clusters.get(data.path)
-        if clusters is None or data.length == 0:
+        if data.path not in self._starts or data.length == 0:
             return []
-        end = data.offset + data.length
-        places: list[int] = []
-        first = max(0, bisect_right(self._starts[data.path], data.offset) - 1)
-        for at in range(first, bisect_left(self._starts[data.path], end)):
-            for place in clusters[at].places:
-                _, start, length = self._ranges[place]
-                if start < end and data.offset < start + length:
-                    places.append(place)
-        return places
+        first = bisect_right(self._ends[data.path], data.offset)
+        last = bisect_left(self._starts[data.path], data.offset + data.length)
+        return [
+            place
+            for place in self._places[data.path][first:last]
+            if data.offset < self._ranges[place].offset + self._ranges[place].length
+        ]
 
     def files(self) -> frozenset[str]:
         """The paths of the files that have any of the ranges."""
-        return frozenset(self._clusters)
+        return frozenset(self._starts)
 
 
 class DamagedTensor(NamedTuple):
@@ -92,15 +69,6 @@ class Rescue(NamedTuple):
     box: Box
     lost: str
     held_by: str
-
-
-def _owners(entry: TensorEntry, lost: Sequence[Box]) -> Iterator[int]:
-    """The ranks that held lost boxes, where the format states the layout."""
-    if entry.layout is None:
-        return
-    for rank, box in enumerate(entry.layout.boxes(entry.shape)):
-        if any(box.intersect(other) is not None for other in lost):
-            yield rank
 
 
 class DamageMap:
@@ -140,10 +108,15 @@ class DamageMap:
         may_lack = bool(bad) or sum(box.numel for box in good) != entry.numel
         lost = holes(entry.shape, good) if may_lack else []
         ranks = {chunk.rank for chunk in bad if chunk.rank is not None}
-        ranks |= set(_owners(entry, lost)) if not bad else set()
-        count = sum(box.numel for box in lost)
-        shape, saved = entry.shape, tuple(sorted(ranks))
-        return DamagedTensor(entry.fqn, entry.section, shape, count, tuple(lost), saved)
+        if not bad and entry.layout is not None:  # which states who had them
+            for rank, box in enumerate(entry.layout.boxes(entry.shape) if lost else ()):
+                if any(box.intersect(other) is not None for other in lost):
+                    ranks.add(rank)
+        return DamagedTensor(
+            *(entry.fqn, entry.section, entry.shape, sum(box.numel for box in lost)),
+            lost=tuple(lost),
+            ranks=tuple(sorted(ranks)),
+        )
 
     def _good_place(self, chunk: Chunk) -> ByteRange | None:
         """The first place of a chunk that is good, or None."""
@@ -196,22 +169,17 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
         if any(box.sizes[1:] == tuple(shape[1:]) for box in active):
             continue
         for hole in holes(shape[1:], {_below(box) for box in active}):
-            _add(missing, Box((start, *hole.offsets), (end - start, *hole.sizes)))
+            for place, before in enumerate(missing):
+                if _below(before) == hole and before.ends[0] == start:
+                    missing[place] = before._replace(sizes=(end - before.offsets[0], *hole.sizes))
+                    break
+            else:
+                missing.append(Box((start, *hole.offsets), (end - start, *hole.sizes)))
     return missing
 
 
 def _below(box: Box) -> Box:
     return Box(box.offsets[1:], box.sizes[1:])
-
-
-def _add(holes: list[Box], hole: Box) -> None:
-    """Append a hole, joined to the one before it along the first dimension where they meet."""
-    for place, before in enumerate(holes):
-        same = _below(before) == _below(hole)
-        if same and before.ends[0] == hole.offsets[0]:
-            holes[place] = Box(before.offsets, (before.sizes[0] + hole.sizes[0], *before.sizes[1:]))
-            return
-    holes.append(hole)
 
 
 def describe(box: Box, shape: Sequence[int]) -> str:

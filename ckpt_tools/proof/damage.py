@@ -11,15 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from threading import Lock, local
+from threading import local
 from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.parallel import choose_threads, in_threads
 from ckpt_tools.core.crc import KnownCrcs, combine, crc32
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk
+from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.text import format_size, some
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart
@@ -88,8 +87,8 @@ def read_everything(
 
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
     """
-    checker = _Checker(files, Tally(on_bytes), seen)
-    return _read(list(formats.checksummed(index, files)), checker, files.sizes, threads)
+    parts = list(formats.checksummed(index, files))
+    return _read(parts, files, seen=seen, threads=threads, on_bytes=on_bytes)
 
 
 def require_undamaged(
@@ -107,11 +106,12 @@ def require_undamaged(
 
     Raises UnreadableError with the names and boxes of what is damaged.
     """
-    wanted = _Wanted(index, files, seen, reads_again=True)
-    reading = wanted.check(threads, lost=lost)
+    reading, bare, _ = _check_wanted(
+        index, files, seen, reads_again=True, threads=threads, lost=lost
+    )
     if not reading.crcs:
         return " The source has no checksums of them."
-    some_of = "as far as they exist, " if wanted.bare else ""
+    some_of = "as far as they exist, " if bare else ""
     again = f"; {reading.checked_bytes:,} bytes were downloaded again for it"
     is_again = is_address(index.root) and reading.checked_bytes
     return (
@@ -133,72 +133,69 @@ def check_copied(
     nbytes = sum(entry.nbytes for entry in index.tensors)
     is_little = nbytes - seen.nbytes <= max(_LITTLE, nbytes // 16)
     reads_again = is_little and not is_address(index.root)
-    wanted = _Wanted(index, files, seen, reads_again=reads_again)
-    wanted.check(threads, lost="OUT was not created. ")
+    _, bare, unseen = _check_wanted(index, files, seen, reads_again=reads_again, threads=threads)
     parts = []
-    if wanted.unseen:
-        size = format_size(wanted.unseen)
+    if unseen:
+        size = format_size(unseen)
         parts.append(f"{size} that was read in part or out of order (--check compares it)")
-    if wanted.bare:
-        parts.append(f"{format_size(wanted.bare)}, of which it keeps none")
+    if bare:
+        parts.append(f"{format_size(bare)}, of which it keeps none")
     return (f"Not compared with checksums of the source: {'; '.join(parts)}.",) if parts else ()
 
 
-class _Wanted:
-    """The records of a checkpoint that hold bytes of its entries.
+def _check_wanted(
+    index: CheckpointIndex,
+    files: Files,
+    seen: KnownCrcs,
+    *,
+    reads_again: bool,
+    threads: int | None,
+    lost: str = "OUT was not created. ",
+) -> tuple[ReadResult, int, int]:
+    """Check the records of a checkpoint that hold bytes of its entries.
 
-    ``bare`` bytes of them have no CRC-32; ``unseen`` have one, and were not looked at.
+    Also gives how many bytes of them have no CRC-32, and how many have one and were not looked at.
+    Raises UnreadableError for what is damaged.
     """
+    ranges = [chunk.data for entry in index.tensors for chunk in entry.chunks]
+    spans = IntervalMap([*ranges, *(entry.data for entry in index.objects)])
+    bare: list[int] = []
+    unseen: list[int] = []
 
-    def __init__(
-        self, index: CheckpointIndex, files: Files, seen: KnownCrcs, *, reads_again: bool
-    ) -> None:
-        ranges = [chunk.data for entry in index.tensors for chunk in entry.chunks]
-        self._spans = IntervalMap([*ranges, *(entry.data for entry in index.objects)])
-        self._index, self._files, self._seen = index, files, seen
-        self._reads_again = reads_again
-        self._lock = Lock()
-        self.bare = self.unseen = 0
-
-    def check(self, threads: int | None, *, lost: str) -> ReadResult:
-        """Check them. Raises UnreadableError for what is damaged."""
-        held = self._spans.files()
-        needed = tuple(file for file in self._index.files if file.path in held)
-        parts = [
-            part._replace(open=partial(self._with_crcs, part))
-            for part in formats.checksummed(replace(self._index, files=needed), self._files)
-            if self._spans.meeting(part.data)
-        ]
-        checker = _Checker(self._files, Tally(ignore_bytes), self._seen)
-        reading = _read(parts, checker, self._files.sizes, threads)
-        if reading.damages:
-            raise _damaged(self._index, reading.damages, lost)
-        return reading
-
-    def _with_crcs(self, part: ChecksumPart, window: Window) -> Iterator[Checksummed]:
-        stored = self._seen.stored.get(part.data)
+    def with_crcs(part: ChecksumPart, window: Window) -> Iterator[Checksummed]:
+        stored = seen.stored.get(part.data)
         for one in part.open(window) if stored is None else [Checksummed(*stored)]:
-            if not self._spans.meeting(_place(one)):
+            if not spans.meeting(_place(one)):
                 continue
             if one.crc is None:
-                with self._lock:
-                    self.bare += one.data.length
-            elif self._reads_again or self._seen.crc_of(one.record or one.data) is not None:
+                bare.append(one.data.length)
+            elif reads_again or seen.crc_of(one.record or one.data) is not None:
                 yield one
             else:
-                with self._lock:
-                    self.unseen += one.data.length
+                unseen.append(one.data.length)
+
+    held = spans.files()
+    needed = replace(index, files=tuple(file for file in index.files if file.path in held))
+    parts = [
+        part._replace(open=partial(with_crcs, part))
+        for part in formats.checksummed(needed, files)
+        if spans.meeting(part.data)
+    ]
+    reading = _read(parts, files, seen=seen, threads=threads)
+    if reading.damages:
+        raise _damaged(index, reading.damages, lost)
+    return reading, sum(bare), sum(unseen)
 
 
 def _damaged(index: CheckpointIndex, damages: Sequence[Damage], lost: str) -> UnreadableError:
     """The error that names the entries whose bytes are damaged."""
     spans = IntervalMap([damage.data for damage in damages])
-    named = {
-        f"{entry.fqn} {chunk.box}" + _of_rank(chunk): entry.fqn
-        for entry in index.tensors
-        for chunk in entry.chunks
-        if spans.meeting(chunk.data)
-    }
+    named: dict[str, str] = {}
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            if spans.meeting(chunk.data):
+                rank = "" if chunk.rank is None else f" of rank {chunk.rank}"
+                named[f"{entry.fqn} {chunk.box}{rank}"] = entry.fqn
     named |= {entry.fqn: entry.fqn for entry in index.objects if spans.meeting(entry.data)}
     return UnreadableError(
         f"{index.root}: what was read of it is damaged: {some(list(named))}. "
@@ -209,31 +206,32 @@ def _damaged(index: CheckpointIndex, damages: Sequence[Damage], lost: str) -> Un
     )
 
 
-def _of_rank(chunk: Chunk) -> str:
-    return "" if chunk.rank is None else f" of rank {chunk.rank}"
-
-
 def _place(one: Checksummed) -> ByteRange:
     """The byte range in the checkpoint that a CRC-32 is of."""
     return one.stored or one.record or one.data
 
 
 def _read(
-    parts: Sequence[ChecksumPart], checker: _Checker, sizes: Sizes, threads: int | None
+    parts: Sequence[ChecksumPart],
+    files: Files,
+    *,
+    seen: KnownCrcs,
+    threads: int | None,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> ReadResult:
-    total = ReadResult()
+    checker, total = _Checker(files, Tally(on_bytes), seen), ReadResult()
     # As they lie in the files, so that small ones are read together.
     places = sorted(range(len(parts)), key=lambda place: parts[place].data)
     is_far = any(is_address(part.data.path) for part in parts[:1])
     if threads is None and not is_far:
         # What was seen is only looked up, and threads would stand in one another's way.
         nbytes = sum(part.nbytes for part in parts)
-        nbytes -= checker.seen.nbytes_in({part.data.path for part in parts})
-        threads = choose_threads(nbytes, sizes, lanes=len(parts))
+        nbytes -= seen.nbytes_in({part.data.path for part in parts})
+        threads = choose_threads(nbytes, files.sizes, lanes=len(parts))
     results = in_threads(
         checker.check,
         [parts[place] for place in places],
-        sizes,
+        files.sizes,
         threads=threads,
         nbytes=lambda part: part.nbytes,
         ahead=checker.fetch if is_far else None,
@@ -264,13 +262,13 @@ class _Checker:
     def __init__(self, files: Files, tally: Tally, seen: KnownCrcs) -> None:
         self._files = files
         self._tally = tally
-        self.seen = seen
+        self._seen = seen
         self._own = local()
 
     def fetch(self, parts: Iterable[ChecksumPart]) -> None:
         """Fetch parts of a store together; one that cannot be read is found when it is checked."""
         with suppress(CheckpointError):
-            self._files.fetch(part.data for part in parts if part.data not in self.seen.stored)
+            self._files.fetch(part.data for part in parts if part.data not in self._seen.stored)
 
     def check(self, part: ChecksumPart) -> ReadResult:
         """Read the bytes of a part; what is wrong with them becomes a damage, never an error."""
@@ -291,7 +289,7 @@ class _Checker:
                 reading.plain_files.add(one.data.path)
                 return
             whole = one.record or one.data
-            known = self.seen.crc_of(whole) if whole.length else None
+            known = self._seen.crc_of(whole) if whole.length else None
             if known is not None:
                 if one.data.offset == whole.offset:
                     reading.check(one, known)
@@ -318,6 +316,6 @@ class _Checker:
         window: Window | None = getattr(self._own, "window", None)
         if window is None:
             sizes = self._files.sizes
-            nbytes = sizes.checked_edge if self.seen else sizes.checked
+            nbytes = sizes.checked_edge if self._seen else sizes.checked
             window = self._own.window = Window(self._files, nbytes)
         return window

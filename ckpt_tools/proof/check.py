@@ -79,15 +79,15 @@ def same_tensors(  # noqa: PLR0913 (what is compared, and how)
     on_own = on_run if formats.named(result.format).guarded else None  # others keep no CRC-32
 
     def values(header: EntryDiff, one: TensorEntry, other: TensorEntry) -> EntryDiff:
-        places = (
-            first_unequal(
-                stream_box(other, box, files=files, on_run=on_own),
-                _as_type(part, box, one.dtype, files, on_run, means.get(one.fqn)),
-                on_bytes=tally.add,
-            )
-            for part, box in _parts(sources[one.fqn], own)
-        )
-        return header if set(places) <= {None} else header._replace(status="values")
+        for part, box in _parts(sources[one.fqn], own):
+            if one.fqn in means:
+                expected = _averaged(means[one.fqn], box, one.dtype, files, on_run)
+            else:
+                expected = stream_as(part, box, one.dtype, files, on_run=on_run)
+            found = stream_box(other, box, files=files, on_run=on_own)
+            if first_unequal(found, expected, on_bytes=tally.add) is not None:
+                return header._replace(status="values")
+        return header
 
     compared = compare_entries(*pair, values, files, threads=threads)
     if wrong := [one.name for one in compared if one.status != "same"]:
@@ -191,21 +191,6 @@ def _parts(source: TensorEntry, own: Collection[str] | None) -> list[tuple[Tenso
         for data in ((chunk.data,) if own is None else (chunk.data, *chunk.replicas))
         if chunk.box.numel and (own is None or data.path in own)
     ]
-
-
-def _as_type(
-    entry: TensorEntry,
-    box: Box,
-    dtype: DType,
-    files: Files,
-    on_run: OnRun | None,
-    mean: Mean | None,
-) -> Iterator[memoryview]:
-    """The bytes that a box of the source has in the type that it was to have, in pieces."""
-    if mean is not None:
-        yield from _averaged(mean, box, dtype, files, on_run)
-        return
-    yield from stream_as(entry, box, dtype, files, on_run=on_run)
 
 
 def _averaged(

@@ -25,7 +25,7 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.proof.canonical_names import tensors_inside
-from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, digest_of
+from ckpt_tools.proof.fingerprint import Fingerprint, digest_of
 from ckpt_tools.proof.pairs import (
     CompareValues,
     EntryDiff,
@@ -101,13 +101,11 @@ def compare(
             return header
         return header._replace(status="values", a=found, b=expected)
 
-    theirs = {
-        section: {
-            t.inside.name: _header_of(t) for t in reference.tensors if t.inside.section == section
-        }
-        for section in SECTIONS
-        if section in reference.sections
-    }
+    theirs: dict[Section, dict[str, Entry]] = {s: {} for s in SECTIONS if s in reference.sections}
+    for one in reference.tensors:
+        dtype = BY_NAME.get(one.dtype) or DType(one.dtype, None, 8, "raw")
+        section, name = one.inside
+        theirs[section][name] = TensorEntry(one.fqn, (one.fqn,), section, dtype, one.shape, ())
     return _compared(here, theirs, values, files, threads=threads)
 
 
@@ -187,13 +185,6 @@ def _sections(index: CheckpointIndex) -> _Sections:
         place = inside[entry.fqn]
         sections.setdefault(place.section, {})[place.name] = entry
     return {section: sections[section] for section in SECTIONS if section in sections}
-
-
-def _header_of(tensor: TensorDigest) -> TensorEntry:
-    """What a fingerprint says of a tensor, whose bytes are not there."""
-    dtype = BY_NAME.get(tensor.dtype) or DType(tensor.dtype, None, 8, "raw")
-    path = (tensor.fqn,)
-    return TensorEntry(tensor.fqn, path, tensor.inside.section, dtype, tensor.shape, ())
 
 
 def _kind(one: EntryDiff) -> Kind:

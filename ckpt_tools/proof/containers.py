@@ -33,7 +33,28 @@ def compare_containers(
     for form in {formats.named(index.format) for index in (a, b)}:
         here = form.containers(here, is_tensor=lambda fqn: a.tensor(fqn) is not None) or here
         there = form.containers(there, is_tensor=lambda fqn: b.tensor(fqn) is not None) or there
-    return _compared(here, there)
+    names_here, names_there = frozenset(here.leaves()), frozenset(there.leaves())
+    count = 0
+    differing: list[EntryDiff] = []
+    waiting: list[tuple[Path, Branch[str], Branch[str]]] = [((), here, there)]
+    while waiting:
+        path, one, other = waiting.pop()
+        count += 1
+        if _kind(one) != _kind(other):
+            differing.append(_differing(path, _words(one), _words(other)))
+            continue
+        differing += _keys(path, one, other)
+        theirs = dict(other.pairs())
+        for part, item in one.pairs():
+            match = theirs.pop(part, None)
+            if isinstance(item, Branch) and isinstance(match, Branch):
+                waiting.append(((*path, part), item, match))
+            elif match is None and _is_other(item, names_there):
+                differing.append(_differing((*path, part), _words(item), None))
+        for part, item in theirs.items():
+            if _is_other(item, names_here):
+                differing.append(_differing((*path, part), None, _words(item)))
+    return count, differing
 
 
 def lists_as_in(result: CheckpointIndex, wanted: CheckpointIndex) -> CheckpointIndex:
@@ -68,32 +89,6 @@ def _keeps_containers(index: CheckpointIndex) -> bool:
         return True
     keeps = form.containers(NO_TREE, is_tensor=bool) is not None
     return keeps and any(isinstance(item, Branch) for item in index.nesting.items)
-
-
-def _compared(a: Branch[str], b: Branch[str]) -> tuple[int, list[EntryDiff]]:
-    """Walk through two trees side by side."""
-    names_a, names_b = frozenset(a.leaves()), frozenset(b.leaves())
-    count = 0
-    differing: list[EntryDiff] = []
-    waiting: list[tuple[Path, Branch[str], Branch[str]]] = [((), a, b)]
-    while waiting:
-        path, one, other = waiting.pop()
-        count += 1
-        if _kind(one) != _kind(other):
-            differing.append(_differing(path, _words(one), _words(other)))
-            continue
-        differing += _keys(path, one, other)
-        theirs = dict(other.pairs())
-        for part, item in one.pairs():
-            there = theirs.pop(part, None)
-            if isinstance(item, Branch) and isinstance(there, Branch):
-                waiting.append(((*path, part), item, there))
-            elif there is None and _is_other(item, names_b):
-                differing.append(_differing((*path, part), _words(item), None))
-        for part, there in theirs.items():
-            if _is_other(there, names_a):
-                differing.append(_differing((*path, part), None, _words(there)))
-    return count, differing
 
 
 def _differing(path: Path, a: str | None, b: str | None) -> EntryDiff:

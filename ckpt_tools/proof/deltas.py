@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools.copying.cast import has_numbers, numbers
-from ckpt_tools.copying.read import read_box
+from ckpt_tools.copying.read import read_array
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.records import Json, as_json
@@ -64,15 +63,10 @@ def delta(a: TensorEntry, b: TensorEntry, files: Files, *, options: DiffOptions)
     """Compare two located tensors of one shape by their values, whatever their types."""
     sums = Delta(a.numel)
     for box in slabs(Box.whole(a.shape), max_numel=files.sizes.numbers):
-        for one, other in zip(_slab(a, box, files), _slab(b, box, files), strict=True):
-            with np.errstate(over="ignore", invalid="ignore"):
-                _add(sums, one, other, a=a, b=b, box=box, options=options)
+        one, other = (memoryview(read_array(side, box, files=files)) for side in (a, b))
+        with np.errstate(over="ignore", invalid="ignore"):
+            _add(sums, one, other, a=a, b=b, box=box, options=options)
     return sums
-
-
-def _slab(entry: TensorEntry, box: Box, files: Files) -> Iterator[memoryview]:
-    """All of a slab as one piece."""
-    return read_box(entry, box, files=files, slab_bytes=files.sizes.numbers * entry.dtype.itemsize)
 
 
 def _add(
@@ -85,7 +79,10 @@ def _add(
     box: Box,
     options: DiffOptions,
 ) -> None:
-    bits = _differing_bits(one, other, a.dtype.itemsize) if a.dtype == b.dtype else None
+    bits: Flags | None = None
+    if a.dtype == b.dtype:
+        raw = (np.frombuffer(side, "u1").reshape(-1, a.dtype.itemsize) for side in (one, other))
+        bits = np.not_equal(*raw).any(axis=1)
     if not has_numbers(a.dtype) or not has_numbers(b.dtype):
         beyond = np.ones(box.numel, np.bool_) if bits is None else bits
         _count(sums, beyond, box)
@@ -117,13 +114,6 @@ def _count(sums: Delta, beyond: Flags, box: Box) -> None:
     if count and sums.first is None:
         sums.first = _coordinates(int(beyond.argmax()), box)
     sums.differing += count
-
-
-def _differing_bits(one: memoryview, other: memoryview, itemsize: int) -> Flags:
-    here = np.frombuffer(one, "u1").reshape(-1, itemsize)
-    there = np.frombuffer(other, "u1").reshape(-1, itemsize)
-    flags: Flags = (here != there).any(axis=1)
-    return flags
 
 
 def _coordinates(place: int, box: Box) -> tuple[int, ...]:

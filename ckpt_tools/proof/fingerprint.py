@@ -166,13 +166,12 @@ def of_tensors(digests: Iterable[TensorDigest]) -> Fingerprint:
 
 def section_digest(tensors: Iterable[TensorDigest]) -> str:
     """The SHA-256 over the lines of a section's tensors, as hexadecimal digits."""
-    return sha256(b"".join(sorted(map(_line, tensors)))).hexdigest()
-
-
-def _line(tensor: TensorDigest) -> bytes:
-    shape = ",".join(map(str, tensor.shape))
-    text = f"{tensor.inside.name}\0{tensor.dtype}\0{shape}\0{tensor.sha256}\n"
-    return text.encode("utf-8", "surrogatepass")
+    lines = (
+        f"{one.inside.name}\0{one.dtype}\0{','.join(map(str, one.shape))}\0{one.sha256}\n"
+        for one in tensors
+    )
+    sorted_lines = sorted(line.encode("utf-8", "surrogatepass") for line in lines)
+    return sha256(b"".join(sorted_lines)).hexdigest()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -219,7 +218,12 @@ def load(path: str) -> Fingerprint:
     if not isinstance(kept, dict):
         raise UnreadableError(f"{path}: its tensors cannot be read.")
     tensors = [_tensor(fqn, facts, path) for fqn, facts in sorted(kept.items())]
-    return Fingerprint(_named(tensors, sections, path), sections)
+    named: list[TensorDigest] = []
+    for section in SECTIONS:
+        inside = [tensor for tensor in tensors if tensor.inside.section == section]
+        if inside or section in sections:
+            named += _named(inside, sections.get(section), path)
+    return Fingerprint(tuple(sorted(named, key=lambda tensor: tensor.fqn)), sections)
 
 
 def _sections(value: object, path: str) -> dict[Section, str]:
@@ -250,43 +254,24 @@ def _tensor(fqn: str, fields: object, path: str) -> TensorDigest:
     return TensorDigest(fqn, Inside(section, fqn), dtype, tuple(shape), digest)
 
 
-def _named(
-    tensors: Sequence[TensorDigest], sections: Mapping[Section, str], path: str
-) -> tuple[TensorDigest, ...]:
-    """The tensors with their names inside the sections."""
-    named: list[TensorDigest] = []
-    for section in SECTIONS:
-        inside = [tensor for tensor in tensors if tensor.inside.section == section]
-        if not inside and section not in sections:
-            continue
-        named += _named_section(inside, sections.get(section), path)
-    return tuple(sorted(named, key=lambda tensor: tensor.fqn))
+def _named(tensors: Sequence[TensorDigest], digest: str | None, path: str) -> list[TensorDigest]:
+    """The tensors of a section with their names inside it: those that give its digest.
 
-
-def _named_section(
-    tensors: Sequence[TensorDigest], digest: str | None, path: str
-) -> list[TensorDigest]:
-    """The names below one container for all, or each below its own, that give the digest."""
-    own = [_depth(tensor) for tensor in tensors]
+    They are below the container that the words of frameworks say, or all below one as deep.
+    """
+    parts: list[Path] = [tuple(tensor.fqn.split(".")) for tensor in tensors]
+    own = [max(map(len, names.container_of([one])), default=0) for one in parts]
     same = ([depth] * len(tensors) for depth in range(max(own, default=0) + 1))
     for depths in (own, *same):
-        named = [_below(tensor, depth) for tensor, depth in zip(tensors, depths, strict=True)]
+        named = []
+        for tensor, path_of, depth in zip(tensors, parts, depths, strict=True):
+            section = tensor.inside.section
+            name = clean_name(names.join(path_of[depth:]), section)
+            named.append(tensor._replace(inside=Inside(section, name)))
         if section_digest(named) == digest:
             return named
-    section = tensors[0].inside.section if tensors else "a section"
+    whose = tensors[0].inside.section if tensors else "a section"
     raise UnreadableError(
-        f"{path}: the digest of {section} does not fit its tensors.",
+        f"{path}: the digest of {whose} does not fit its tensors.",
         hint="The file was edited or damaged; write it again.",
     )
-
-
-def _depth(tensor: TensorDigest) -> int:
-    """How many components the container has, by the words that frameworks use."""
-    parts: Path = tuple(tensor.fqn.split("."))
-    return max(map(len, names.container_of([parts])), default=0)
-
-
-def _below(tensor: TensorDigest, depth: int) -> TensorDigest:
-    section = tensor.inside.section
-    name = clean_name(".".join(tensor.fqn.split(".")[depth:]), section)
-    return tensor._replace(inside=Inside(section, name))

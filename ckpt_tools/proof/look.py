@@ -20,22 +20,17 @@ _STRUCT = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 def look(whole: CheckpointIndex, chosen: CheckpointIndex | None = None) -> Inspection:
     """What is known of a checkpoint; sections and placements are those of the chosen entries."""
-    # Not from a store: this would be requests beyond the headers. `show --raw` reads a step.
-    step = None if is_address(whole.root) else _step(whole)
-    there = (file.path for file in whole.files if file.length is not None)
-    return inspect(whole, chosen, step=step, saved=last_written(there))
-
-
-def _step(index: CheckpointIndex) -> summary.Step | None:
-    """The step in a plain object or a one-element tensor, or None."""
     with Files() as files:
 
         def read(entry: Entry) -> object:
             if isinstance(entry, ObjectEntry):
-                return open_object(index, entry, files).value
-            return _element(locate(index.select({entry.fqn}), files).tensors[0], files)
+                return open_object(whole, entry, files).value
+            return _element(locate(whole.select({entry.fqn}), files).tensors[0], files)
 
-        return summary.step_of(index, read)
+        # Not from a store: this would be requests beyond the headers. `show --raw` reads a step.
+        step = None if is_address(whole.root) else summary.step_of(whole, read)
+    there = (file.path for file in whole.files if file.length is not None)
+    return inspect(whole, chosen, step=step, saved=last_written(there))
 
 
 def _element(entry: TensorEntry, files: Files) -> object:

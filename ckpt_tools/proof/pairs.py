@@ -215,23 +215,16 @@ def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool 
             return None, "too large to be opened"
         return False, "one is a plain value, the other is not"
     here, there = formats.object_digests(a, files), formats.object_digests(b, files)
-    if here is None and there is None and _of_equal_pickles(a, b, files):
-        return True, ""
+    if here is None and there is None and a.codec is None and b.codec is None and a.path == b.path:
+        # The same part of two pickles, whose bytes may be equal (NumPy's arrays are in them).
+        is_small = 0 < a.data.length == b.data.length <= _MAX_COMPARED
+        if is_small and files.read(*a.data) == files.read(*b.data):
+            return True, ""
     if here is None or there is None:
         return None, "not opened, and without bytes of its own to compare"
     if here == there:
         return True, ""
     return None, "not opened; the pickled bytes differ, which need not mean that the values do"
-
-
-def _of_equal_pickles(a: ObjectEntry, b: ObjectEntry, files: Files) -> bool:
-    """Whether two are the same part of two equal pickles (NumPy's arrays are in the pickle)."""
-    comparable = a.codec is None and b.codec is None and a.path == b.path
-    return (
-        comparable
-        and 0 < a.data.length == b.data.length <= _MAX_COMPARED
-        and files.read(*a.data) == files.read(*b.data)
-    )
 
 
 def _same(a: PlainValue, b: PlainValue) -> bool:

@@ -170,8 +170,6 @@ def groups_of(statistics: Statistics) -> list[GroupStats]:
 
 BINS = 32
 
-Spread = tuple[float, float]
-
 
 def histograms(
     index: CheckpointIndex,
@@ -197,25 +195,19 @@ def histograms(
     tally = Tally(on_bytes)
 
     def count(entry: TensorEntry) -> tuple[int, ...]:
-        return _counts(entry, files, spreads[entry.fqn], on_bytes=tally.add)
+        totals = np.zeros(BINS, np.int64)
+        least, greatest = spreads[entry.fqn]
+        for piece in read_box(entry, Box.whole(entry.shape), files=files):
+            values = numbers(piece, entry.dtype)
+            real = np.abs(values) if entry.dtype.kind == "complex" else values.real
+            finite = real[np.isfinite(real)]
+            # Halved, since the width of a range can be more than the largest float64.
+            place = (finite / 2 - least / 2) / (greatest / 2 - least / 2) * BINS
+            totals += np.bincount(place.clip(0, BINS - 1).astype(np.int64), minlength=BINS)
+            tally.add(len(piece))
+        return tuple(totals.tolist())
 
     counted = in_threads(
         count, entries, files.sizes, threads=threads, nbytes=lambda entry: entry.nbytes
     )
     return {entry.fqn: counts for entry, counts in zip(entries, counted, strict=True)}
-
-
-def _counts(
-    entry: TensorEntry, files: Files, spread: Spread, *, on_bytes: Callable[[int], None]
-) -> tuple[int, ...]:
-    totals = np.zeros(BINS, np.int64)
-    least, greatest = spread
-    for piece in read_box(entry, Box.whole(entry.shape), files=files):
-        values = numbers(piece, entry.dtype)
-        real = np.abs(values) if entry.dtype.kind == "complex" else values.real
-        finite = real[np.isfinite(real)]
-        # Halved, since the width of a range can be more than the largest float64.
-        place = (finite / 2 - least / 2) / (greatest / 2 - least / 2) * BINS
-        totals += np.bincount(place.clip(0, BINS - 1).astype(np.int64), minlength=BINS)
-        on_bytes(len(piece))
-    return tuple(totals.tolist())

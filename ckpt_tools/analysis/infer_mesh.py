@@ -120,32 +120,26 @@ def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> FoundMes
     Without a world size, the most pieces that a tensor is cut into stand for it.
     """
     kinds: dict[_Tiling, list[TensorEntry]] = {}
-    known: dict[tuple[Grid, tuple[int, ...]], _Tiling | None] = {}
+    known: dict[tuple[Grid | None, tuple[int, ...]], _Tiling | None] = {}
     for entry in tensors:
-        grid = entry.grid
-        if grid is None:
-            cut = cut_of(entry)
-        else:
-            if (grid, entry.shape) not in known:
-                known[grid, entry.shape] = cut_of(entry)
-            cut = known[grid, entry.shape]
+        kind = entry.grid, entry.shape
+        if entry.grid is None or kind not in known:
+            known[kind] = cut_of(entry)
+        cut = known[kind]
         if cut is not None:
             kinds.setdefault(cut, []).append(entry)
     ranks = world_size or max((len(cut.boxes) for cut in kinds), default=1)
     if ranks < 2:
         return None
     mesh = _best(kinds, ranks, by_rank=True) or _best(kinds, ranks, by_rank=False)
-    return None if mesh is None else FoundMesh(mesh, "inferred", _usual(kinds, mesh))
-
-
-def _usual(kinds: dict[_Tiling, list[TensorEntry]], mesh: Mesh) -> tuple[Layout, ...]:
-    """The layouts that are the only one to fit some tensor, the most frequent first."""
-    counts: Counter[Layout] = Counter()
+    if mesh is None:
+        return None
+    usual: Counter[Layout] = Counter()
     for cut, entries in kinds.items():
         fitting = _fitting(cut, entries, mesh)
         if len(fitting) == 1:
-            counts[fitting[0]] += len(entries)
-    return tuple(layout for layout, _ in counts.most_common())
+            usual[fitting[0]] += len(entries)
+    return FoundMesh(mesh, "inferred", tuple(layout for layout, _ in usual.most_common()))
 
 
 def _fitting(cut: _Tiling, entries: Sequence[TensorEntry], mesh: Mesh) -> list[Layout]:
@@ -232,16 +226,15 @@ def _possible(cut: _Tiling, mesh: Mesh) -> Iterator[Layout]:
                 parts[placement.dim] = parts.get(placement.dim, 1) * size
         if parts.keys() != pieces.keys():
             continue
-        if all(_can_give(cut.shape[dim], parts[dim], pieces[dim]) for dim in parts):
+        # Where parts are unequal, the last of them may be empty: then there are fewer pieces.
+        if all(
+            pieces[dim] == count or (cut.shape[dim] % count and pieces[dim] < count)
+            for dim, count in parts.items()
+        ):
             dims = range(len(placements))
             # The order of cutting matters only where two mesh dimensions cut the same.
             for order in permutations(dims) if len(sharded) > len(parts) else [tuple(dims)]:
                 yield Layout(mesh, placements, order)
-
-
-def _can_give(size: int, parts: int, pieces: int) -> bool:
-    """Whether ``size`` elements in so many parts can leave so many pieces that are not empty."""
-    return pieces == parts if size % parts == 0 else pieces <= parts
 
 
 def _solid_boxes(layout: Layout, cut: _Tiling) -> set[Box]:

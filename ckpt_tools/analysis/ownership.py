@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis.infer_mesh import FoundMesh, Status
-from ckpt_tools.analysis.summary import (
-    layout_of,
-    placement_names,
-)
+from ckpt_tools.analysis.summary import layout_of, placement_names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
@@ -84,15 +81,11 @@ def holdings_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> Holding
         count = max(index.world_size or 0, saved, 0 if mesh is None else mesh.size)
     status = None if known_mesh is None else known_mesh.status
     missing = frozenset(numbers[path] for path in index.missing)
-    return Holdings(unit, count, mesh, status, _relative(numbers, index.root), tensors, missing)
-
-
-def _relative(paths: Iterable[str], root: str) -> tuple[str, ...]:
-    """Paths below the root, to be shown."""
-    lead = root.rstrip(os.sep) + os.sep
-    return tuple(
-        path[len(lead) :] if path.startswith(lead) else os.path.basename(path) for path in paths
+    lead = index.root.rstrip(os.sep) + os.sep
+    files = tuple(
+        path[len(lead) :] if path.startswith(lead) else os.path.basename(path) for path in numbers
     )
+    return Holdings(unit, count, mesh, status, files, tensors, missing)
 
 
 class _Known:
@@ -154,17 +147,12 @@ def after(before: Holdings, mesh: Mesh, layouts: Mapping[str, Layout | None]) ->
         layout = layouts[held.fqn]
         kind = (layout, held.shape)
         if kind not in pieces:
-            pieces[kind] = _target(layout, held.shape, mesh)
+            every = {Box.whole(held.shape): tuple(range(mesh.size))} if 0 not in held.shape else {}
+            owners = every if layout is None else owners_of(layout, held.shape)
+            pieces[kind] = tuple(sorted(HeldBox(box, ranks) for box, ranks in owners.items()))
         words = () if layout is None else tuple(placement_names(layout))
         tensors.append(HeldTensor(held.fqn, held.dtype, held.shape, words, pieces[kind]))
     return Holdings("rank", mesh.size, mesh, None, (), tuple(tensors))
-
-
-def _target(layout: Layout | None, shape: tuple[int, ...], mesh: Mesh) -> tuple[HeldBox, ...]:
-    if layout is None:
-        whole = Box.whole(shape)
-        return () if 0 in shape else (HeldBox(whole, tuple(range(mesh.size))),)
-    return tuple(sorted(HeldBox(box, ranks) for box, ranks in owners_of(layout, shape).items()))
 
 
 def bytes_held(holdings: Holdings) -> list[int]:

@@ -39,6 +39,9 @@ _MAX_NAMED = 5
 UNEVEN = "uneven over"  # of placements, and how many ranks
 CUT_FREELY = "cut in a way that no mesh explains"  # of placements: uneven shards of the user's own
 _NUMPY_INT = re.compile(r"numpy\.u?int\d+\((-?\d+)\)")
+# Hyper-parameters that only optimizers with state of each weight have: Adam and its like, Adadelta,
+# RMSprop, Adagrad, Rprop.
+_OF_STATEFUL = frozenset({"betas", "rho", "alpha", "lr_decay", "etas"})
 
 
 class OptimizerSummary(NamedTuple):
@@ -149,19 +152,17 @@ def sections_of(index: CheckpointIndex) -> dict[Section, Count]:
 def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:
     """The optimizer, by the names of its state; None when there is no state."""
     entries: list[Entry] = [*index.tensors, *index.unread]
-    names = {_kept(entry) for entry in entries if entry.section == "optim"}
+    names = set()
+    for entry in entries:
+        if entry.section == "optim":
+            found = megatron_state(entry.fqn)
+            names.add(str(entry.path[-1]).rpartition(".")[2] if found is None else found[1])
     if not names:
         return None
     kind = kind_of(names)
     if kind is None:
         return OptimizerSummary("unknown", tuple(sorted(names)[:_MAX_NAMED]))
     return OptimizerSummary(kind, tuple(sorted(STATES_OF[kind] | (names & {"step"}))))
-
-
-def _kept(entry: Entry) -> str:
-    """What an optimizer calls this state of a parameter: ``exp_avg``."""
-    found = megatron_state(entry.fqn)
-    return str(entry.path[-1]).rpartition(".")[2] if found is None else found[1]
 
 
 def step_entries(index: CheckpointIndex) -> list[Entry]:
@@ -198,15 +199,6 @@ def step_of(index: CheckpointIndex, read: Callable[[Entry], object]) -> Step | N
     return None
 
 
-def _is_of_stateful_kind(group: Entry) -> bool:
-    """Whether a hyper-parameter is one that only optimizers with state of each weight have.
-
-    Adam and its like have betas, Adadelta rho, RMSprop alpha, Adagrad lr_decay, Rprop etas.
-    """
-    words = {str(part).rpartition(".")[2] for part in group.path}
-    return not words.isdisjoint({"betas", "rho", "alpha", "lr_decay", "etas"})
-
-
 def resume_verdict(index: CheckpointIndex) -> Verdict:
     """Whether training can resume from this checkpoint, as far as its entries show."""
     if index.problems:
@@ -232,7 +224,8 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
         return _no(
             "the optimizer's param_groups are missing, and an optimizer cannot load without them"
         )
-    if "optim" not in held and any(map(_is_of_stateful_kind, groups)):
+    words = {str(part).rpartition(".")[2] for group in groups for part in group.path}
+    if "optim" not in held and not words.isdisjoint(_OF_STATEFUL):
         return _no(
             "the optimizer has param_groups and none of its tensors, as before its very first step"
         )

@@ -34,7 +34,6 @@ Digest = Callable[[Entry], str]
 # A parameter's name, or its number.
 Param = str | int
 
-_SCALARS = frozenset({bool, int, float, str})
 _STATE, _GROUPS, _PARAMS, _PARAM_NAMES = "state", "param_groups", "params", "param_names"
 
 
@@ -177,7 +176,7 @@ def flattened(tree: Branch[Entry]) -> Branch[Entry]:
     """
     if shape_of(tree) == "flattened":
         return tree
-    optim = _by_name(tree, _no_digest)
+    optim = _named(read(tree), tree)
     members = set(optim.members())
     stray = next((param for param in optim.states if param not in members), None)
     if optim.groups is not None and stray is not None:
@@ -312,32 +311,37 @@ def read(tree: Branch[Entry]) -> Optimizer:
 def _groups_of(tree: Tree[Entry]) -> tuple[_ParamGroup | None, ...]:
     """The groups; a DCP directory of torch up to 2.3 has a list without tensors as one object."""
     if isinstance(tree, ObjectEntry) and tree.opened and _is_list(tree.value):
-        tree = list_of([_opened(value) for value in tree.value])
+        tree = list_of(
+            _dict({key: _held_in(key, item) for key, item in value.items()})
+            if isinstance(value, Mapping)
+            else _held_in("", value)
+            for value in tree.value
+        )
     if not isinstance(tree, Branch) or tree.keys is not None:
         raise UnsupportedError("The optimizer's param_groups are not a list of groups.")
-    return tuple(None if g is None else _group_of(n, g) for n, g in enumerate(tree.items))
-
-
-def _opened(value: PlainValue) -> Tree[Entry]:
-    """A group that is a plain value as the dict that it is."""
-    if not isinstance(value, Mapping):
-        return _held_in("", value)
-    return _dict({key: _held_in(key, item) for key, item in value.items()})
-
-
-def _group_of(number: int, tree: Tree[Entry]) -> _ParamGroup:
-    if not isinstance(tree, Branch) or tree.keys is None:
-        raise UnsupportedError(f"Group {number} of the optimizer is not a dict.")
-    entry = tree.get(_PARAMS)
-    value = entry.value if isinstance(entry, ObjectEntry) else None
-    if not _is_list(value) or not all(type(one) in (str, int) for one in value):
-        raise UnsupportedError(f"Group {number} of the optimizer does not list its parameters.")
-    return _ParamGroup(tree, tuple(cast("Sequence[Param]", value)))
+    groups: list[_ParamGroup | None] = []
+    for number, group in enumerate(tree.items):
+        if group is None:
+            groups.append(None)
+            continue
+        if not isinstance(group, Branch) or group.keys is None:
+            raise UnsupportedError(f"Group {number} of the optimizer is not a dict.")
+        entry = group.get(_PARAMS)
+        value = entry.value if isinstance(entry, ObjectEntry) else None
+        if not _is_list(value) or not all(type(one) in (str, int) for one in value):
+            raise UnsupportedError(f"Group {number} of the optimizer does not list its parameters.")
+        groups.append(_ParamGroup(group, tuple(cast("Sequence[Param]", value))))
+    return tuple(groups)
 
 
 def _by_name(tree: Branch[Entry], digest: Digest) -> Optimizer:
-    """What a state dict holds, by the names that torch's state dict calls give parameters."""
+    """What a state dict of any shape holds, by the names of the parameters."""
     optim = _unflattened(tree, digest) if shape_of(tree) == "flattened" else read(tree)
+    return _named(optim, tree)
+
+
+def _named(optim: Optimizer, tree: Branch[Entry]) -> Optimizer:
+    """An optimizer by the names that torch's state dict calls give parameters."""
     if optim.is_numbered():
         raise UsageError(
             f"{next(tree.leaves()).fqn}: this optimizer's state is numbered, and here it "
@@ -383,7 +387,11 @@ def _unflattened(tree: Branch[Entry], digest: Digest) -> Optimizer:
         return Optimizer(held, None, beside)
     # A parameter without state has an empty dict, as torch has it: a strict loader asks for it.
     by_name: dict[Param, Tree[Entry]] = {name: held.get(name, _dict({})) for name in options}
-    return Optimizer(by_name, _regrouped(options, digest), beside)
+    members: dict[Hashable, list[str]] = {}  # parameters with equal hyper-parameters are one group
+    for name, own in options.items():
+        members.setdefault(_value_of(_dict(own), digest), []).append(name)
+    groups = (_ParamGroup(_dict(options[own[0]]), ()).listing(own) for own in members.values())
+    return Optimizer(by_name, tuple(groups), beside)
 
 
 def _cut(rest: str, options: Mapping[str, object]) -> Path:
@@ -391,53 +399,38 @@ def _cut(rest: str, options: Mapping[str, object]) -> Path:
     parts = rest.split(".")
     if not options:
         return ".".join(parts[:-1]), parts[-1]
-    for end in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:end])
-        if name in options:
-            _refuse_fractions(rest, parts[end:])
-            return name, *parts[end:]
-    raise UnsupportedError(
-        f"{_STATE}.{rest} is of a parameter that no group of the optimizer has.",
-        hint="Leave it out with --exclude.",
-    )
-
-
-def _refuse_fractions(rest: str, keys: Sequence[str]) -> None:
-    """Raise UnsupportedError for keys such as 0.9 (AggMo's momenta): flattened, the dot in a number
-    looks like one between two keys.
-    """
-    for key, inner in pairwise(keys):
-        if key.isdigit() and inner.isdigit():
+    lengths = range(len(parts) - 1, 0, -1)
+    end = next((end for end in lengths if ".".join(parts[:end]) in options), None)
+    if end is None:
+        raise UnsupportedError(
+            f"{_STATE}.{rest} is of a parameter that no group of the optimizer has.",
+            hint="Leave it out with --exclude.",
+        )
+    for key, inner in pairwise(parts[end:]):
+        if key.isdigit() and inner.isdigit():  # 0.9, say, of AggMo's momenta
             raise UnsupportedError(
                 f"{_STATE}.{rest}: {key}.{inner} is a number, or the key {inner} inside of {key}; "
                 "flattened, the two look the same.",
                 hint="Save the optimizer without flatten_optimizer_state_dict, or export the model "
                 "alone: --only model.",
             )
-
-
-def _regrouped(
-    options: Mapping[str, Mapping[Key, Tree[Entry]]], digest: Digest
-) -> tuple[_ParamGroup, ...]:
-    """New groups: parameters with equal hyper-parameters are one group."""
-    members: dict[Hashable, list[str]] = {}
-    for name, own in options.items():
-        members.setdefault(_value_of(_dict(own), digest), []).append(name)
-    return tuple(
-        _ParamGroup(
-            _dict({**options[first], _PARAMS: _held_in(_PARAMS, list(params))}), tuple(params)
-        )
-        for params in members.values()
-        for first in params[:1]
-    )
+    return ".".join(parts[:end]), *parts[end:]
 
 
 def _value_of(tree: Tree[Entry], digest: Digest) -> Hashable:
     """What two hyper-parameters have in common exactly when they are equal."""
     if isinstance(tree, TensorEntry):
         return "tensor", tree.dtype.name, tree.shape, digest(tree)
+    if isinstance(tree, ObjectEntry) and tree.opened:
+        return _plain(tree.value)
     if isinstance(tree, ObjectEntry):
-        return _plain(tree.value) if tree.opened else ("bytes", _bytes_of(tree, digest))
+        if not tree.data.length:
+            raise UnsupportedError(
+                f"{tree.fqn}: a hyper-parameter of type {tree.type_name} cannot be compared, so "
+                "its group is not known.",
+                hint="Leave --layout out: the optimizer then stays flattened.",
+            )
+        return "bytes", digest(tree)
     if not isinstance(tree, Branch):
         return None
     if tree.keys is None:
@@ -447,8 +440,6 @@ def _value_of(tree: Tree[Entry], digest: Digest) -> Hashable:
 
 def _plain(value: PlainValue) -> Hashable:
     """A plain value, so that NaN is NaN, 1 is not 1.0, a list no tuple, and dicts have no order."""
-    if value is None or type(value) in _SCALARS:  # nearly all are
-        return type(value), repr(value)
     if isinstance(value, list | tuple):
         return type(value), tuple(map(_plain, value))
     if isinstance(value, AbstractSet):
@@ -456,16 +447,6 @@ def _plain(value: PlainValue) -> Hashable:
     if isinstance(value, Mapping):
         return "dict", frozenset((repr(key), _plain(item)) for key, item in value.items())
     return type(value), repr(value)
-
-
-def _bytes_of(entry: ObjectEntry, digest: Digest) -> str:
-    if not entry.data.length:
-        raise UnsupportedError(
-            f"{entry.fqn}: a hyper-parameter of type {entry.type_name} cannot be compared, so its "
-            "group is not known.",
-            hint="Leave --layout out: the optimizer then stays flattened.",
-        )
-    return digest(entry)
 
 
 def _flat_state(state: Tree[Entry]) -> Iterator[tuple[Path, Entry]]:
@@ -481,10 +462,6 @@ def _flat_state(state: Tree[Entry]) -> Iterator[tuple[Path, Entry]]:
                 hint="Choose a --layout that keeps the optimizer nested, or --only model.",
             )
         yield path, entry
-
-
-def _no_digest(entry: Entry) -> str:
-    raise UnsupportedError(f"{entry.fqn} is not to be compared.")
 
 
 def _dict(items: Mapping[Key, Tree[Entry]]) -> Branch[Entry]:

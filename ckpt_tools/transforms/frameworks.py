@@ -94,14 +94,14 @@ class _Job(NamedTuple):
         """Of what is neither the model's nor the optimizer's, what there is a place for."""
         return dict_of({top: self.other.get(top) for top in self.row.places or ()})
 
-    def left_out(self) -> list[str]:
-        """A note on what there is no place for."""
-        tops = self.row.places or ()
-        paths = [path for path, _ in self.other.walk() if path[0] not in tops]
-        if not paths:
+    def left_out(self, taken: Collection[str] = ()) -> list[str]:
+        """A note on what there is no place for; ``taken`` entries have one of their own."""
+        lost = [path for path, entry in self.other.walk() if entry.fqn not in taken]
+        places = self.row.places or ()
+        shown = dict.fromkeys(names.join(path[:2]) for path in lost if path[0] not in places)
+        if not shown:
             return []
-        shown = ", ".join(dict.fromkeys(names.join(path[:2]) for path in paths))
-        return [f"Left out, because this layout has no place for it: {shown}."]
+        return [f"Left out, because this layout has no place for it: {', '.join(shown)}."]
 
     def folder(self) -> tuple[str, list[str]]:
         """The folder of the step that a folder above the source is named after, the nearest first;
@@ -316,9 +316,14 @@ def _verl(job: _Job) -> _Arranged:
     if len(tree.items) == 1:  # also alone it is what the container holds
         ((family, tree),) = ((str(part), _in((), inner)) for part, inner in tree.pairs())
         rank_name = f"{family}_world_size_{{world}}_rank_{{rank}}.pt"
-    rest = job._replace(other=job.other.filter(lambda entry: entry.fqn not in own))
-    files = _copied(_of_hub(job.source, folder))
-    if not files:
+    home = os.path.join(job.source.root, HUB_FOLDER)
+    hub = [
+        os.path.relpath(os.path.join(parent, name), home)
+        for parent, _, files in os.walk(home)
+        for name in files
+        if not _WEIGHTS.fullmatch(name)
+    ]
+    if not hub:
         notes.append(
             f"There is no folder {HUB_FOLDER} (config and tokenizer), which verl's merger wants."
         )
@@ -326,23 +331,12 @@ def _verl(job: _Job) -> _Arranged:
         notes.append("There is no lr_scheduler, so leave `extra` out of checkpoint.load_contents.")
     world_size = job.target.options.mesh.size
     config = f'{{\n    "FSDP_version": 2,\n    "world_size": {world_size}\n}}'
+    copies = {f"{folder}/{HUB_FOLDER}/{name}": os.path.join(home, name) for name in sorted(hub)}
     return _Arranged(
         {folder: _Part(tree, "ranks", rank_name)},
-        files=[small_file(f"{folder}/fsdp_config.json", config.encode()), *files],
-        notes=[*notes, *rest.left_out()],
+        files=[small_file(f"{folder}/fsdp_config.json", config.encode()), *_copied(copies)],
+        notes=[*notes, *job.left_out(own)],
     )
-
-
-def _of_hub(index: CheckpointIndex, folder: str) -> dict[str, str]:
-    """The files of verl's folder of config and tokenizer, by their places in the output."""
-    home = os.path.join(index.root, HUB_FOLDER)
-    found = (
-        os.path.relpath(os.path.join(parent, name), home)
-        for parent, _, files in os.walk(home)
-        for name in files
-        if not _WEIGHTS.fullmatch(name)
-    )
-    return {f"{folder}/{HUB_FOLDER}/{name}": os.path.join(home, name) for name in sorted(found)}
 
 
 def _lightning(job: _Job, trainers: str = "") -> _Arranged:
@@ -361,8 +355,8 @@ def _lightning(job: _Job, trainers: str = "") -> _Arranged:
         return _Arranged(folders, files=_copied({"meta.pt": meta}))
     plain = {entry.fqn for entry in job.source.objects if entry.opened}
     beside = job.other.filter(lambda entry: entry.fqn in plain)
-    rest = job._replace(other=job.other.filter(lambda entry: entry.fqn not in plain))
-    return _Arranged(folders | {"meta.pt": _Part(beside, "torch")}, notes=rest.left_out())
+    notes = job.left_out(plain)
+    return _Arranged(folders | {"meta.pt": _Part(beside, "torch")}, notes=notes)
 
 
 def _own(index: CheckpointIndex, section: str, otherwise: str) -> str:
@@ -480,12 +474,18 @@ def plan(
             f"{index.root}: nothing that is chosen has a place in --layout {layout}.",
             hint="Leave --layout out to keep it unchanged.",
         )
+    by_name = {target.fqn: target for target in targets}
     files, placed, last = LazyPlans(), list[Target](), index
     for name, part in arranged.parts.items():
         moved, form = index.arranged(part.tree), formats.named(part.format)
         if not moved.entries:
             continue
-        here = _renamed(part.tree, targets)
+        moves = (
+            by_name[entry.fqn]._replace(fqn=names.join(path), path=path)
+            for path, entry in part.tree.walk()
+            if isinstance(entry, TensorEntry)
+        )
+        here = tuple(sorted(moves, key=lambda one: one.fqn))
         if part.format == "torch":
             wanted = formats.PlanOptions(tree=moved.tree, single_file=name)
             files += form.plan_files(here, moved.objects, options=wanted)
@@ -495,14 +495,3 @@ def plan(
             placed, last = [*placed, *here], moved
     files += LazyPlans.of(arranged.files)
     return LaidOut(files, (*placed,), last, (*arranged.notes,))
-
-
-def _renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...]:
-    """The targets of a tree's tensors, under the names of their places, sorted by these."""
-    by_name = {target.fqn: target for target in targets}
-    placed = [
-        by_name[entry.fqn]._replace(fqn=names.join(path), path=path)
-        for path, entry in tree.walk()
-        if isinstance(entry, TensorEntry)
-    ]
-    return tuple(sorted(placed, key=lambda target: target.fqn))

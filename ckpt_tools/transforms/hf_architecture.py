@@ -35,7 +35,6 @@ _SIZES = (
     "num_key_value_heads",
 )
 Shapes = Mapping[str, tuple[int, ...] | None]
-_Build = Callable[[object], object]
 
 
 class _Decoder(NamedTuple):
@@ -149,9 +148,13 @@ def by_transformers(folder: str, config: Mapping[str, object]) -> Needed | None:
         return None
     state = model.state_dict()
     choices = [_shapes(state)]
-    on_hub = _as_on_hub(model, state)
-    if on_hub is not None:
-        choices.append(_shapes(on_hub))
+    # Models that are held otherwise in memory have other names on the model hub.
+    if find_spec("transformers.core_model_loading") is not None:
+        loading = import_module("transformers.core_model_loading")
+        revert = getattr(loading, "revert_weight_conversion", None)
+        on_hub = None if revert is None else revert(model, dict(state))
+        if isinstance(on_hub, dict) and on_hub.keys() != state.keys():
+            choices.append(_shapes(on_hub))
     ties = getattr(model, "all_tied_weights_keys", None)
     according_to = f"{type(model).__name__} of transformers {transformers.__version__}"
     return Needed(
@@ -170,35 +173,13 @@ def _model_on_meta(
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             read = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            model = _class_of(transformers, config)(read)
+            build = transformers.AutoModelForCausalLM.from_config
+            model = getattr(transformers, _architecture(config) or "", build)(read)
     finally:
         transformers.logging.set_verbosity(verbosity)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"transformers made a {type(model).__name__}")
     return model
-
-
-def _class_of(transformers: ModuleType, config: Mapping[str, object]) -> _Build:
-    """What builds the model from its config: the architecture that it names, or a causal model."""
-    name = _architecture(config)
-    build: _Build = transformers.AutoModelForCausalLM.from_config
-    if name is not None and hasattr(transformers, name):
-        build = getattr(transformers, name)
-    return build
-
-
-def _as_on_hub(
-    model: torch.nn.Module, state: Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor] | None:
-    """The state under the names of the model hub, for models that are held otherwise in memory."""
-    if find_spec("transformers.core_model_loading") is None:
-        return None
-    loading = import_module("transformers.core_model_loading")
-    revert = getattr(loading, "revert_weight_conversion", None)
-    if revert is None:
-        return None
-    reverted = revert(model, dict(state))
-    return reverted if isinstance(reverted, dict) and reverted.keys() != state.keys() else None
 
 
 def _shapes(state: Mapping[str, torch.Tensor]) -> Shapes:
@@ -217,15 +198,12 @@ def _by_headers(folder: str, config: Mapping[str, object]) -> Needed | None:
                 return Needed((shapes,), ties, f"the headers in {folder}")
     except CheckpointError:
         pass  # an index whose shards are left out is no checkpoint, and its names will do
-    names = _names_of_index(os.path.join(folder, _INDEX))
-    return Needed((dict.fromkeys(names),), ties, f"{_INDEX} in {folder}") if names else None
-
-
-def _names_of_index(path: str) -> list[str]:
     try:
-        with open(open_file(path), encoding="utf-8") as file:
+        with open(open_file(os.path.join(folder, _INDEX)), encoding="utf-8") as file:
             read = json.load(file)
     except (OSError, ValueError):
-        return []
+        return None
     names = read.get("weight_map") if isinstance(read, dict) else None
-    return list(names) if isinstance(names, dict) else []
+    if not isinstance(names, dict) or not names:
+        return None
+    return Needed((dict.fromkeys(names),), ties, f"{_INDEX} in {folder}")

@@ -209,12 +209,25 @@ class AssetsTransform:
         return TransformResult(left, (*notes, *changes), (*plans.values(),))
 
     def _compared(self, shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> list[str]:
-        """Notes on the comparison. Raises AnswerNo."""
-        faults = _faults(shapes, needed, ties)
+        """Notes on the comparison, a line for each kind of fault. Raises AnswerNo."""
+        best = min(needed.choices, key=lambda choice: len(choice.keys() ^ shapes.keys()))
+        both = ((name, shapes[name], best[name]) for name in sorted(best.keys() & shapes.keys()))
+        kinds = {
+            "missing": [
+                n for n in sorted(best.keys() - shapes.keys()) if ties.get(n) not in shapes
+            ],
+            "unexpected": sorted(shapes.keys() - best.keys()),
+            "misshapen": [
+                f"{name} {list(shape)}, not {list(wanted)}"
+                for name, shape, wanted in both
+                if shape is not None and wanted is not None and shape != wanted
+            ],
+        }
         whose = needed.according_to
-        if not faults:
+        if not any(kinds.values()):
             return [f"Names and shapes are what the model needs, according to {whose}."]
-        lines = [f"The tensors are not what {whose} needs:", *faults]
+        lines = [f"The tensors are not what {whose} needs:"]
+        lines += [f"{len(of)} {kind}: {some(of, 20)}" for kind, of in kinds.items() if of]
         if not self.allow_mismatch:
             raise AnswerNo(
                 *lines,
@@ -222,21 +235,6 @@ class AssetsTransform:
                 "--allow-mismatch writes the folder anyway.",
             )
         return lines
-
-
-def _faults(shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> list[str]:
-    """What is missing, unexpected and misshapen, a line for each kind."""
-    best = min(needed.choices, key=lambda choice: len(choice.keys() ^ shapes.keys()))
-    missing = sorted(n for n in best.keys() - shapes.keys() if ties.get(n) not in shapes)
-    unexpected = sorted(shapes.keys() - best.keys())
-    both = ((name, shapes[name], wanted) for name, wanted in sorted(best.items()) if name in shapes)
-    wrong = [
-        f"{name} {list(shape)}, not {list(wanted)}"
-        for name, shape, wanted in both
-        if shape is not None and wanted is not None and shape != wanted
-    ]
-    kinds = {"missing": missing, "unexpected": unexpected, "misshapen": wrong}
-    return [f"{len(faulty)} {kind}: {some(faulty, 20)}" for kind, faulty in kinds.items() if faulty]
 
 
 def _untied(

@@ -108,7 +108,12 @@ class DtypePolicy:
                 kept.append((entry, origins))
                 continue
             if not known.codes.isdisjoint(origins):
-                raise _cast_of_codes(entry)
+                raise UsageError(
+                    f"{fqn} holds packed 4-bit codes in {own.name}: a cast would make them "
+                    "unreadable.",
+                    hint=f"Add --dtype-for '{fqn}=keep' as the last one, or leave it out with "
+                    "--exclude.",
+                )
             cast.append(fqn)
         _refuse_doubtful(doubtful)
         notes = _kept_notes(kept, known)
@@ -116,14 +121,6 @@ class DtypePolicy:
             tensors = counted(len(cast), "tensor")
             notes.append(f"--dtype-for casts {tensors} of quantized weights: {some(sorted(cast))}.")
         return chosen, notes
-
-
-def _cast_of_codes(entry: TensorEntry) -> UsageError:
-    return UsageError(
-        f"{entry.fqn} holds packed 4-bit codes in {entry.dtype.name}: a cast would make them "
-        "unreadable.",
-        hint=f"Add --dtype-for '{entry.fqn}=keep' as the last one, or leave it out with --exclude.",
-    )
 
 
 def _refuse_doubtful(doubtful: Mapping[str, str]) -> None:

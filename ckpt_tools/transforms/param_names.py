@@ -9,6 +9,7 @@ numbers, and never from a place in the model. This room knows the index, and no 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 from ckpt_tools.core import names
@@ -170,10 +171,8 @@ def _check_groups(optim: Optimizer, given: ParamNames, *, where: str) -> None:
     sizes = tuple(len(group.params) for group in optim.held())
     if not given.groups or sizes == given.groups:
         return
-    place = next(
-        (n for n, pair in enumerate(zip(sizes, given.groups, strict=False)) if pair[0] != pair[1]),
-        min(len(sizes), len(given.groups)),
-    )
+    pairs = zip_longest(sizes, given.groups)
+    place = next(number for number, (own, other) in enumerate(pairs) if own != other)
     raise UsageError(
         f"{where}: the optimizer's groups have {list(sizes)} parameters, and those that the names "
         f"come from {list(given.groups)}; group {place} is the first that differs.",
@@ -183,7 +182,12 @@ def _check_groups(optim: Optimizer, given: ParamNames, *, where: str) -> None:
 
 def _check_shapes(index: CheckpointIndex, optim: Optimizer, names_of: Mapping[Param, str]) -> None:
     """Hold each name to the model of the same checkpoint, where that has one."""
-    shapes = _parameter_shapes(index)
+    containers = names.containers_of(index)
+    shapes = {
+        names.clean(names.join(entry.path[len(containers[entry.fqn]) :])): entry.shape
+        for entry in index.tensors
+        if entry.section == "model"
+    }
     if not shapes:
         return
     for param, name in names_of.items():
@@ -215,13 +219,3 @@ def _may_be_of(state: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return len(state) == len(shape) and all(
         size in (1, whole) for size, whole in zip(state, shape, strict=True)
     )
-
-
-def _parameter_shapes(index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
-    """Shapes of the model's tensors by their names inside the model, without wrapper components."""
-    containers = names.containers_of(index)
-    return {
-        names.clean(names.join(entry.path[len(containers[entry.fqn]) :])): entry.shape
-        for entry in index.tensors
-        if entry.section == "model"
-    }

@@ -183,15 +183,11 @@ def _by_names(tensors: Mapping[str, TensorEntry], others: Collection[str]) -> di
         if weight is not None:
             members[fqn] = _Member(_BNB4, weight)
         elif entry.dtype.kind == "float" and _BUFFER_SIGN.search(fqn):
-            members |= _buffer(fqn)
+            for family, text in reversed(_BUFFERS):  # the first that fits counts
+                layer = re.fullmatch(text, fqn)
+                if layer is not None:
+                    members[fqn] = _Member(family, layer["layer"])
     return members
-
-
-def _buffer(fqn: str) -> dict[str, _Member]:
-    """The family and the layer of a quantizing layer's buffer, by its name; empty for others."""
-    layers = ((family, re.fullmatch(text, fqn)) for family, text in _BUFFERS)
-    known = [_Member(family, layer["layer"]) for family, layer in layers if layer is not None]
-    return {fqn: known[0]} if known else {}
 
 
 def _prefixes(fqn: str) -> Iterator[str]:

@@ -68,7 +68,12 @@ class MapTransform:
     def _applied(self, tensor_map: TensorMap, made: Sequence[TransformedTensor]) -> TransformResult:
         _refuse_others(tensor_map, [one.entry.fqn for one in made], self.model_type)
         groups, kept, dropped = _sorted_out(tensor_map, made, values=self.values)
-        out = [one for group in groups for one in _carried_out(group)]
+        out: list[TransformedTensor] = []
+        for group in groups:
+            try:
+                out += [_gathered(group)] if group.rule.gathers else _scattered(group)
+            except UsageError as error:
+                raise error.at(f"The rule for {', '.join(group.rule.sources)}") from error
         if not out:
             raise UsageError(f"The map {tensor_map.name} has a rule for none of these names.")
         before = sum(len(group.tensors) for group in groups)
@@ -190,40 +195,22 @@ def _claims(tensor_map: TensorMap, name: str) -> Iterator[tuple[int, int, dict[s
                 yield number, part, match.groupdict()
 
 
-def _carried_out(group: _RuleMatch) -> Iterator[TransformedTensor]:
-    try:
-        if group.rule.gathers:
-            yield _gathered(group)
-        else:
-            yield from _scattered(group)
-    except UsageError as error:
-        about = ", ".join(group.rule.sources)
-        raise error.at(f"The rule for {about}") from error
-
-
 def _gathered(group: _RuleMatch) -> TransformedTensor:
-    """The one tensor that the parts of a group make."""
-    rule = group.rule
-    layers = 1 + max(layer for _, layer in group.tensors)
-    stacked = [_joined(_layer_of(group, layer), group) for layer in range(layers)]
+    """The one tensor that the parts of a group make. Raises UsageError for missing parts."""
+    rule, stacked = group.rule, []
+    for layer in range(1 + max(layer for _, layer in group.tensors)):
+        parts = dict(enumerate(rule.sources))
+        absent = [name for part, name in parts.items() if (part, layer) not in group.tensors]
+        if absent:
+            shown = sorted(group.name(name, layer) for name in absent)
+            raise UsageError(f"parts are missing: {some(shown, 10)}.")
+        entries = [views.view_of(group.tensors[part, layer].entry) for part in parts]
+        stacked.append(_joined(entries, group))
     view = stacked[0] if rule.stack is None else views.stack(stacked)
     sources = [group.tensors[key] for key in sorted(group.tensors, key=lambda key: key[::-1])]
     origins = tuple(origin for one in sources for origin in one.origins)
     _check_shape(view, rule.target_shape, values=group.values)
     return TransformedTensor(view, origins).named(filled(rule.targets[0], group.bound))
-
-
-def _layer_of(group: _RuleMatch, layer: int) -> list[TensorEntry]:
-    """The parts of one layer of the stack. Raises UsageError for one that does not exist."""
-    sources = group.rule.sources
-    absent = [
-        group.name(text, layer)
-        for part, text in enumerate(sources)
-        if (part, layer) not in group.tensors
-    ]
-    if absent:
-        raise UsageError(f"parts are missing: {some(sorted(absent), 10)}.")
-    return [views.view_of(group.tensors[part, layer].entry) for part in range(len(sources))]
 
 
 def _joined(parts: list[TensorEntry], group: _RuleMatch) -> TensorEntry:

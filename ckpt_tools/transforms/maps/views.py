@@ -7,9 +7,8 @@ is made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box, row_major_strides
 from ckpt_tools.core.index import Chunk, TensorEntry
@@ -28,9 +27,16 @@ def narrow(view: TensorEntry, dim: int, *, start: int, size: int) -> TensorEntry
     chunks = []
     for chunk in view.chunks:
         box = part.intersect(chunk.box)
-        if box is not None:
-            cut = _cut(chunk, box, itemsize=view.dtype.itemsize)
-            chunks.append(cut._replace(box=box.relative_to(part)))
+        if box is None:
+            continue
+        cut = chunk._replace(replicas=())
+        if box != chunk.box:
+            strides = _strides(chunk)
+            places = zip(box.offsets, chunk.box.offsets, strides, strict=True)
+            skipped = sum((a - b) * stride for a, b, stride in places) * view.dtype.itemsize
+            start = chunk.data.offset + skipped
+            cut = chunk.placed(box, start, strides, itemsize=view.dtype.itemsize)
+        chunks.append(cut._replace(box=box.relative_to(part)))
     return replace(view, shape=shape, chunks=tuple(chunks))
 
 
@@ -101,85 +107,45 @@ def rotary_to_halves(view: TensorEntry, head_dim: int) -> TensorEntry:
 
     A head has ``head_dim`` rows. Raises UsageError when they do not divide the rows.
     """
-    half = _half(view, head_dim)
-    chunks: list[Chunk] = []
-    for chunk in view.chunks:
-        begin, end = chunk.box.offsets[0], chunk.box.offsets[0] + chunk.box.sizes[0]
-        for head in _heads(begin, end, head_dim):
-            for odd in (0, 1):
-                base = head * head_dim + odd
-                first = max(0, -(-(begin - base) // 2))
-                last = min(half, -(-(end - base) // 2))
-                source, target = base + 2 * first, head * head_dim + odd * half + first
-                if first < last:
-                    rows = _Rows(source, step=2, many=last - first, target=target)
-                    chunks.append(_rows_of(chunk, rows, itemsize=view.dtype.itemsize))
-    return replace(view, chunks=tuple(chunks))
+    return _reordered(view, head_dim, [(odd, odd * (head_dim // 2)) for odd in (0, 1)], step=2)
 
 
 def rotary_to_pairs(view: TensorEntry, head_dim: int) -> TensorEntry:
     """Rows of each head from halves to pairs: undoes `rotary_to_halves`."""
-    half = _half(view, head_dim)
-    chunks: list[Chunk] = []
-    for chunk in view.chunks:
-        begin, end = chunk.box.offsets[0], chunk.box.offsets[0] + chunk.box.sizes[0]
-        for head in _heads(begin, end, head_dim):
-            for row in range(half):
-                target, source = head * head_dim + 2 * row, head * head_dim + row
-                there = [begin <= at < end for at in (source, source + half)]
-                if all(there):
-                    rows = _Rows(source, step=half, many=2, target=target)
-                elif any(there):
-                    odd = there.index(True)
-                    rows = _Rows(source + odd * half, step=1, many=1, target=target + odd)
-                else:
-                    continue
-                chunks.append(_rows_of(chunk, rows, itemsize=view.dtype.itemsize))
-    return replace(view, chunks=tuple(chunks))
+    half = head_dim // 2
+    return _reordered(view, head_dim, [(row, 2 * row) for row in range(half)], step=half)
 
 
-class _Rows(NamedTuple):
-    """Every ``step``-th row from ``source`` on, ``many`` of them, to row ``target`` and on."""
+def _reordered(
+    view: TensorEntry, head_dim: int, runs: Sequence[tuple[int, int]], *, step: int
+) -> TensorEntry:
+    """Rows of each head in another order.
 
-    source: int
-    step: int
-    many: int
-    target: int
-
-
-def _half(view: TensorEntry, head_dim: int) -> int:
+    A run (source, target) is every ``step``-th row of the head from ``source`` on, which become the
+    rows from ``target`` on.
+    """
     if not view.shape or head_dim < 2 or head_dim % 2 or view.shape[0] % head_dim:
         raise UsageError(
             f"{list(view.shape)}: its rows are not made of heads of {head_dim} rows each, "
             "an even number."
         )
-    return head_dim // 2
-
-
-def _heads(begin: int, end: int, head_dim: int) -> Iterator[int]:
-    yield from range(begin // head_dim, -(-end // head_dim))
-
-
-def _rows_of(chunk: Chunk, rows: _Rows, *, itemsize: int) -> Chunk:
-    """These rows of a chunk, which holds them, at their new place."""
-    strides = _strides(chunk)
-    skipped = (rows.source - chunk.box.offsets[0]) * strides[0]
-    box = Box(
-        (rows.target, *chunk.box.offsets[1:]),
-        (rows.many, *chunk.box.sizes[1:]),
-    )
-    strides = (rows.step * strides[0], *strides[1:])
-    return chunk.placed(box, chunk.data.offset + skipped * itemsize, strides, itemsize=itemsize)
-
-
-def _cut(chunk: Chunk, box: Box, *, itemsize: int) -> Chunk:
-    """The part ``box`` of a chunk, in the same coordinates."""
-    if box == chunk.box:
-        return chunk._replace(replicas=())
-    strides = _strides(chunk)
-    places = zip(box.offsets, chunk.box.offsets, strides, strict=True)
-    skipped = sum((a - b) * stride for a, b, stride in places)
-    return chunk.placed(box, chunk.data.offset + skipped * itemsize, strides, itemsize=itemsize)
+    itemsize, many = view.dtype.itemsize, head_dim // step
+    chunks: list[Chunk] = []
+    for chunk in view.chunks:
+        begin, end, (stride, *others) = chunk.box.offsets[0], chunk.box.ends[0], _strides(chunk)
+        for head in range(begin // head_dim * head_dim, end, head_dim):
+            for source, target in runs:
+                # Of the run, those that the chunk holds: from ``first`` on, before ``last``.
+                first = max(0, -(-(begin - head - source) // step))
+                last = min(many, -(-(end - head - source) // step))
+                if first >= last:
+                    continue
+                offsets = (head + target + first, *chunk.box.offsets[1:])
+                box = Box(offsets, (last - first, *chunk.box.sizes[1:]))
+                skipped = (head + source + first * step - begin) * stride * itemsize
+                start, strides = chunk.data.offset + skipped, (step * stride, *others)
+                chunks.append(chunk.placed(box, start, strides, itemsize=itemsize))
+    return replace(view, chunks=tuple(chunks))
 
 
 def _strides(chunk: Chunk) -> tuple[int, ...]:

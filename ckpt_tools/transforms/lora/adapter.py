@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_tools.core.text import counted
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult, small_file
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks, content_of
-from ckpt_tools.transforms.lora.parts import PREFIX, AdapterParts, parts_of
+from ckpt_tools.transforms.lora.parts import PREFIX, parts_of
 
 _CONFIG = "adapter_config.json"
 
@@ -24,7 +23,12 @@ class AdapterTransform:
         """Choose and rename. Raises what `parts_of` and `check_ranks` raise."""
         parts = parts_of(made, self.adapter)
         check_ranks(self.config, parts)
-        out = tuple(_renamed(parts))
+        out: list[TransformedTensor] = []
+        for one in parts.factors:
+            for side, factor in (("A", one.a), ("B", one.b)):
+                kind = f"lora_embedding_{side}" if one.embedding else f"lora_{side}.weight"
+                out.append(factor.named(f"{PREFIX}{one.module}.{kind}"))
+        out += [saved.named(f"{PREFIX}{name}") for name, saved in parts.saved.items()]
         ranks = sorted({one.rank for one in parts.factors})
         data = content_of(self.config, parts)
         who = f"Adapter {parts.adapter or '(without a name)'}"
@@ -34,13 +38,4 @@ class AdapterTransform:
             whole = counted(len(parts.saved), "tensor")
             notes.append(f"With {whole} of modules that were trained whole.")
         notes.append(f"Left out {len(made) - len(out)} other tensors: those of the base model.")
-        return TransformResult(out, tuple(notes), (small_file(_CONFIG, data),))
-
-
-def _renamed(parts: AdapterParts) -> Iterator[TransformedTensor]:
-    for one in parts.factors:
-        for side, made in (("A", one.a), ("B", one.b)):
-            kind = f"lora_embedding_{side}" if one.embedding else f"lora_{side}.weight"
-            yield made.named(f"{PREFIX}{one.module}.{kind}")
-    for name, made in parts.saved.items():
-        yield made.named(f"{PREFIX}{name}")
+        return TransformResult(tuple(out), tuple(notes), (small_file(_CONFIG, data),))

@@ -174,34 +174,29 @@ def content_of(config: LoraConfig, parts: AdapterParts) -> bytes:
     """The adapter_config.json to write: the given one, or one with only what is known."""
     said = dict(config.said or {})
     if "peft_type" not in said:
-        said = _made(config, parts)
+        ranks = {one.module: one.rank for one in parts.factors}
+        usual = Counter(ranks.values()).most_common(1)[0][0]
+        saved = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in parts.saved})
+        said = {
+            "peft_type": "LORA",
+            "task_type": said.get("task_type"),
+            "base_model_name_or_path": said.get("base_model_name_or_path"),
+            "r": usual,
+            "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+            "target_modules": _targets(parts),
+            "modules_to_save": saved or None,
+            "rank_pattern": {
+                f"^{re.escape(m)}": rank for m, rank in ranks.items() if rank != usual
+            },
+            "alpha_pattern": dict(config.alphas),
+            "use_rslora": config.rslora,
+            "use_dora": False,
+            "fan_in_fan_out": orientation.is_transposed(parts, said=config.transposed),
+            "bias": "none",
+            "lora_dropout": 0.0,
+            "inference_mode": True,
+        }
     return json.dumps(said, indent=2, sort_keys=True).encode() + b"\n"
-
-
-def _made(config: LoraConfig, parts: AdapterParts) -> dict[str, object]:
-    ranks = {one.module: one.rank for one in parts.factors}
-    usual = Counter(ranks.values()).most_common(1)[0][0]
-    said = config.said or {}
-    saved = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in parts.saved})
-    return {
-        "peft_type": "LORA",
-        "task_type": said.get("task_type"),
-        "base_model_name_or_path": said.get("base_model_name_or_path"),
-        "r": usual,
-        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
-        "target_modules": _targets(parts),
-        "modules_to_save": saved or None,
-        "rank_pattern": {
-            f"^{re.escape(module)}": rank for module, rank in ranks.items() if rank != usual
-        },
-        "alpha_pattern": dict(config.alphas),
-        "use_rslora": config.rslora,
-        "use_dora": False,
-        "fan_in_fan_out": orientation.is_transposed(parts, said=config.transposed),
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "inference_mode": True,
-    }
 
 
 def _targets(parts: AdapterParts) -> list[str]:

@@ -131,7 +131,10 @@ class MergeTransform:
             work = self._merge(parts, factors, types, path=path, turned=factors.module in turned)
             works[path] = work
             origins = (*parts.base[name].origins, *factors.a.origins, *factors.b.origins)
-            merged[name] = TransformedTensor(_entry_of(work), origins)
+            written = ByteRange(path, 0, work.base.numel * work.dtype.itemsize)
+            chunk = Chunk(Box.whole(work.base.shape), written)
+            entry = replace(work.base, dtype=work.dtype, chunks=(chunk,), layout=None)
+            merged[name] = TransformedTensor(entry, origins)
         every = parts.base | parts.saved | merged
         out = tuple(made.named(name) for name, made in sorted(every.items()))
         return TransformResult(out, tuple(self._notes(parts)), works=works)
@@ -177,10 +180,3 @@ def _is_quantized(name: str, what: str) -> UnsupportedError:
         f"{name} is {what}: LoRA cannot be merged into quantized weights.",
         hint="Write the adapter alone with --adapter.",
     )
-
-
-def _entry_of(work: _Merge) -> TensorEntry:
-    """The merged tensor, in the file that the work will write."""
-    length = work.base.numel * work.dtype.itemsize
-    chunk = Chunk(Box.whole(work.base.shape), ByteRange(work.path, 0, length))
-    return replace(work.base, dtype=work.dtype, chunks=(chunk,), layout=None)

@@ -7,7 +7,6 @@ then others of its kind do, or the configuration (`fan_in_fan_out`), or it must 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transforms.lora.parts import AdapterParts, Factors
@@ -83,21 +82,15 @@ def _ways_elsewhere(parts: AdapterParts) -> dict[bool, set[bool]]:
         ways = _ways(factors, parts)
         if len(ways) == 1 and not factors.embedding:
             elsewhere[_is_conv1d(factors.module)] |= ways
-    for module, shape, bias in _with_biases(parts):
-        if shape[0] != shape[1] and bias in shape:
-            elsewhere[_is_conv1d(module)].add(bias == shape[1])
+    for name, one in parts.base.items():
+        module, _, leaf = name.rpartition(".")
+        shape, bias = one.entry.shape, parts.base.get(f"{module}.bias")
+        if leaf != "weight" or bias is None or len(shape) != 2 or shape[0] == shape[1]:
+            continue
+        if bias.entry.shape in ((shape[0],), (shape[1],)):
+            elsewhere[_is_conv1d(module)].add(bias.entry.shape == (shape[1],))
     return elsewhere
 
 
 def _is_conv1d(module: str) -> bool:
     return _CONV1D.fullmatch(module) is not None
-
-
-def _with_biases(parts: AdapterParts) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Matrices with a bias: the module, the shape, the bias's length."""
-    shapes: Mapping[str, tuple[int, ...]] = {n: one.entry.shape for n, one in parts.base.items()}
-    for name, shape in shapes.items():
-        module, _, leaf = name.rpartition(".")
-        bias = shapes.get(f"{module}.bias", ())
-        if leaf == "weight" and len(shape) == 2 and len(bias) == 1:
-            yield module, shape, bias[0]

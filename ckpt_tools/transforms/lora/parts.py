@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
@@ -76,21 +75,21 @@ def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> AdapterP
     UnsupportedError for weights of another kind of adapter.
     """
     factors, rest = _factors(made)
-    saved = (_SAVED.fullmatch(one.entry.fqn) for one in rest)
-    adapters = {match["adapter"] for match in saved if match is not None}
-    name = _chosen({factor.adapter for factor in factors} | adapters, adapter)
+    name = _chosen(_adapters(one.entry.fqn for one in made), adapter)
     parts = AdapterParts(name)
-    sides: dict[tuple[str, bool], dict[str, TransformedTensor]] = {}
-    for factor, one in factors.items():
-        if factor.adapter == name:
-            sides.setdefault((factor.module, factor.embedding), {})[factor.side] = one
-    for (module, embedding), both in sorted(sides.items()):
-        if both.keys() != {"A", "B"}:
-            raise UnsupportedError(f"{module}: of the factors A and B only {min(both)} is there.")
-        parts.factors.append(Factors(module, both["A"], both["B"], embedding))
+    own = {of[:2]: sides for of, sides in factors.items() if of[2] == name}
+    for (module, embedding), sides in sorted(own.items()):
+        if sides.keys() != {"A", "B"}:
+            raise UnsupportedError(f"{module}: of the factors A and B only {min(sides)} is there.")
+        parts.factors.append(Factors(module, sides["A"], sides["B"], embedding))
     _refuse_others(rest, factors)
     for one in rest:
-        _put(parts, one)
+        fqn = one.entry.fqn
+        saved, base = _SAVED.fullmatch(fqn), _BASE.fullmatch(fqn)
+        if saved is not None and saved["adapter"] == name:
+            parts.saved[_bare(f"{saved['module']}.{saved['rest']}")] = one
+        elif saved is None and not _ORIGINAL.fullmatch(fqn):
+            parts.base[_bare(f"{base['module']}.{base['rest']}" if base else fqn)] = one
     if name is None and not any(_BASE.fullmatch(one.entry.fqn) for one in rest):
         # Names as in PEFT's own folders: there is no base, and what is no factor was trained whole.
         parts.saved, parts.base = {**parts.base, **parts.saved}, {}
@@ -110,8 +109,13 @@ def refuse_split(index: CheckpointIndex, chosen: CheckpointIndex, adapter: str |
     others = _adapters(clean.values()) - (_adapters(kept) if adapter is None else {adapter})
     split = []
     for fqn, name in clean.items():
-        module, of = (None, None) if name in kept else _added_to(name, layers)
-        if module is not None and module.replace(PREFIX, "", 1) in modules and of not in others:
+        match = _FACTOR.fullmatch(name) or _SAVED.fullmatch(name) or _OTHER.fullmatch(name)
+        if match is not None:
+            module, of = match["module"], match["adapter"]
+        else:
+            module, of = _layer_of(name, layers) or "", name.rpartition(".")[2]
+        is_split = name not in kept and module.replace(PREFIX, "", 1) in modules
+        if is_split and of not in others:
             split.append(fqn)
     if split:
         raise UsageError(
@@ -128,14 +132,6 @@ def _adapters(clean: Iterable[str]) -> set[str | None]:
     return {match["adapter"] for match in matches if match is not None}
 
 
-def _added_to(name: str, layers: Collection[str]) -> tuple[str | None, str | None]:
-    """The module that PEFT added this tensor to, and for which adapter; None for a base model's."""
-    match = _FACTOR.fullmatch(name) or _SAVED.fullmatch(name) or _OTHER.fullmatch(name)
-    if match is not None:
-        return match["module"], match["adapter"]
-    return _layer_of(name, layers), name.rpartition(".")[2]
-
-
 def _layer_of(name: str, layers: Collection[str]) -> str | None:
     """The layer of PEFT's that a tensor stands in beside the base layer; None for all others."""
     layer = next((parent for parent in _parents(name) if parent in layers), None)
@@ -147,25 +143,20 @@ def _parents(name: str) -> list[str]:
     return [name[:place] for place, letter in enumerate(name) if letter == "."]
 
 
-class _Factor(NamedTuple):
-    module: str
-    side: str
-    embedding: bool
-    adapter: str | None
+# The factors A and B by module, whether it is an embedding, and adapter.
+_Sides = Mapping[tuple[str, bool, str | None], Mapping[str, TransformedTensor]]
 
 
-def _factors(
-    made: Sequence[TransformedTensor],
-) -> tuple[dict[_Factor, TransformedTensor], list[TransformedTensor]]:
+def _factors(made: Sequence[TransformedTensor]) -> tuple[_Sides, list[TransformedTensor]]:
     """The LoRA factors by what they are and whose, and all other entries."""
-    factors: dict[_Factor, TransformedTensor] = {}
+    factors: dict[tuple[str, bool, str | None], dict[str, TransformedTensor]] = defaultdict(dict)
     rest: list[TransformedTensor] = []
     for one in made:
         name = one.entry.fqn
         match = _FACTOR.fullmatch(name)
         if match is not None:
-            module, side, adapter = _bare(match["module"]), match["side"], match["adapter"]
-            factors[_Factor(module, side, bool(match["kind"]), adapter)] = one
+            of = _bare(match["module"]), bool(match["kind"]), match["adapter"]
+            factors[of][match["side"]] = one
         elif _OTHER.fullmatch(name):
             raise _not_understood(name)
         else:
@@ -175,10 +166,7 @@ def _factors(
     return factors, rest
 
 
-def _refuse_others(
-    rest: Sequence[TransformedTensor],
-    factors: Mapping[_Factor, TransformedTensor],
-) -> None:
+def _refuse_others(rest: Sequence[TransformedTensor], factors: _Sides) -> None:
     """Raise UnsupportedError for what PEFT put into a checkpoint and is not understood here.
 
     In a layer of PEFT's stand its base layer and the factors; beside its model stands nothing.
@@ -188,7 +176,8 @@ def _refuse_others(
         match = _BASE.fullmatch(one.entry.fqn)
         if match is not None:
             layers[match["module"]].append(one.entry)
-    inside = any(one.entry.fqn.startswith(PREFIX) for one in factors.values())
+    every = (one for sides in factors.values() for one in sides.values())
+    inside = any(one.entry.fqn.startswith(PREFIX) for one in every)
     for one in rest:
         name = one.entry.fqn
         nested = name.split(".").count("base_layer") > 1
@@ -196,8 +185,8 @@ def _refuse_others(
             raise _not_understood(name)
         if inside and not name.startswith(PREFIX):
             raise _not_understood(name, " --exclude leaves out what is not of this model at all.")
-    for factor in factors:
-        own = layers.get(factor.module, layers.get(PREFIX + factor.module, []))
+    for module, *_ in factors:
+        own = layers.get(module, layers.get(PREFIX + module, []))
         if own and not any(
             e.dtype.kind != "float" or e.fqn.endswith(".base_layer.weight") for e in own
         ):
@@ -224,16 +213,6 @@ def _chosen(adapters: set[str | None], asked: str | None) -> str | None:
             f"There are {len(adapters)} adapters: {shown}.", hint="Choose with --adapter-name NAME."
         )
     raise UsageError(f"There is no adapter {asked!r}; there are: {shown}.")
-
-
-def _put(parts: AdapterParts, one: TransformedTensor) -> None:
-    """Put an entry that is no factor where it belongs."""
-    name = one.entry.fqn
-    saved, base = _SAVED.fullmatch(name), _BASE.fullmatch(name)
-    if saved is not None and saved["adapter"] == parts.adapter:
-        parts.saved[_bare(f"{saved['module']}.{saved['rest']}")] = one
-    elif saved is None and not _ORIGINAL.fullmatch(name):
-        parts.base[_bare(f"{base['module']}.{base['rest']}" if base else name)] = one
 
 
 def _bare(name: str) -> str:

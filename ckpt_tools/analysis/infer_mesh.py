@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import permutations, product
-from math import prod
 from typing import Literal, NamedTuple
 
 from ckpt_tools.core.geometry import Box
@@ -93,19 +92,12 @@ class FoundMesh:
         """
         held = entry.shape, entry.grid or tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
         if held not in self._known:
-            self._known[held] = self._search(entry)
+            cut = cut_of(entry)
+            layouts = () if cut is None else _layouts_on(cut, self.mesh)
+            fitting = [layout for layout in layouts if _saved_by_owners(entry, layout)] or layouts
+            usual = (layout for layout in self.usual if layout in fitting)
+            self._known[held] = next(usual, fitting[0] if fitting else None)
         return self._known[held]
-
-    def _search(self, entry: TensorEntry) -> Layout | None:
-        cut = cut_of(entry)
-        if cut is None:
-            return None
-        layouts = _layouts_on(cut, self.mesh)
-        fitting = [layout for layout in layouts if _saved_by_owners(entry, layout)] or layouts
-        if len(fitting) > 1:
-            usual = [layout for layout in self.usual if layout in fitting]
-            fitting = usual or fitting
-        return fitting[0] if fitting else None
 
 
 def mesh_json(mesh: Mesh | None, status: Status | None) -> dict[str, Json]:
@@ -179,14 +171,10 @@ def _score(
         layouts = _fitting(cut, entries, mesh) if by_rank else _layouts_on(cut, mesh)
         if layouts:
             explained += len(entries)
-            usual += len(entries) * any(map(_is_usual, layouts))
+            # Replicas first, then cuts by ascending dimension, as FSDP2 numbers its own meshes.
+            cuts = ([p.dim if isinstance(p, Shard) else -1 for p in x.placements] for x in layouts)
+            usual += len(entries) * any(dims == sorted(dims) for dims in cuts)
     return explained, usual
-
-
-def _is_usual(layout: Layout) -> bool:
-    """Replicas first, then cuts by ascending dimension, as FSDP2 numbers its own meshes."""
-    dims = [p.dim if isinstance(p, Shard) else -1 for p in layout.placements]
-    return dims == sorted(dims)
 
 
 def _factorings(number: int, ndim: int) -> Iterator[tuple[int, ...]]:
@@ -209,9 +197,14 @@ def _layouts_on(cut: _Tiling, mesh: Mesh) -> tuple[Layout, ...]:
 @lru_cache(maxsize=4096)
 def _layouts(cut: _Tiling, mesh: Mesh) -> tuple[Layout, ...]:
     """Every layout on this mesh whose boxes are exactly those of the cut."""
-    return tuple(
-        layout for layout in _possible(cut, mesh) if _solid_boxes(layout, cut) == cut.boxes
-    )
+    fitting = []
+    for layout in _possible(cut, mesh):
+        sizes = zip(mesh.shape, layout.placements, strict=True)
+        ranges = [range(size if isinstance(one, Shard) else 1) for size, one in sizes]
+        boxes = {layout.box(cut.shape, coordinate) for coordinate in product(*ranges)}
+        if {box for box in boxes if 0 not in box.sizes} == cut.boxes:
+            fitting.append(layout)
+    return tuple(fitting)
 
 
 def _possible(cut: _Tiling, mesh: Mesh) -> Iterator[Layout]:
@@ -235,18 +228,6 @@ def _possible(cut: _Tiling, mesh: Mesh) -> Iterator[Layout]:
             # The order of cutting matters only where two mesh dimensions cut the same.
             for order in permutations(dims) if len(sharded) > len(parts) else [tuple(dims)]:
                 yield Layout(mesh, placements, order)
-
-
-def _solid_boxes(layout: Layout, cut: _Tiling) -> set[Box]:
-    """The boxes that hold elements; replicas are looked at once."""
-    ranges = [
-        range(size if isinstance(placement, Shard) else 1)
-        for size, placement in zip(layout.mesh.shape, layout.placements, strict=True)
-    ]
-    if prod(map(len, ranges)) < len(cut.boxes):
-        return set()
-    boxes = (layout.box(cut.shape, coordinate) for coordinate in product(*ranges))
-    return {box for box in boxes if 0 not in box.sizes}
 
 
 def _saved_by_owners(entry: TensorEntry, layout: Layout) -> bool:

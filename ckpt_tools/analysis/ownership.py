@@ -73,8 +73,16 @@ def holdings_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> Holding
     for path in [*(file.path for file in index.files), *used]:
         numbers.setdefault(path, len(numbers))
     mesh = None if known_mesh is None else known_mesh.mesh
-    known = _Known(numbers, unit, mesh)
-    tensors = tuple(known.held(entry, layout_of(entry, known_mesh)) for entry in index.tensors)
+    pieces: dict[tuple[object, ...], tuple[HeldBox, ...]] = {}
+    tensors = []
+    for entry in index.tensors:
+        layout, _ = layout_of(entry, known_mesh) or (None, None)
+        # Thousands have the same cut, and pages list the same pieces once.
+        kind = (layout, entry.shape, *((c.box, c.rank, c.data.path) for c in entry.chunks))
+        if kind not in pieces:
+            pieces[kind] = _pieces(entry, layout, mesh, unit, numbers)
+        words = () if layout is None else tuple(placement_names(layout))
+        tensors.append(HeldTensor(entry.fqn, entry.dtype, entry.shape, words, pieces[kind]))
     count = len(numbers)
     if unit == "rank":
         saved = max((rank for rank in ranks if rank is not None), default=-1) + 1
@@ -85,44 +93,31 @@ def holdings_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> Holding
     files = tuple(
         path[len(lead) :] if path.startswith(lead) else os.path.basename(path) for path in numbers
     )
-    return Holdings(unit, count, mesh, status, files, tensors, missing)
+    return Holdings(unit, count, mesh, status, files, tuple(tensors), missing)
 
 
-class _Known:
-    """Gives tensors with the same cut the same pieces: thousands are, and pages list them once."""
-
-    def __init__(self, numbers: Mapping[str, int], unit: Unit, mesh: Mesh | None) -> None:
-        self._numbers = numbers
-        self._unit = unit
-        self._mesh = mesh
-        self._pieces: dict[tuple[object, ...], tuple[HeldBox, ...]] = {}
-
-    def held(self, entry: TensorEntry, known: tuple[Layout, Status] | None) -> HeldTensor:
-        layout = None if known is None else known[0]
-        kind = (layout, entry.shape, *((c.box, c.rank, c.data.path) for c in entry.chunks))
-        if kind not in self._pieces:
-            self._pieces[kind] = self._cut(entry, layout)
-        words = () if layout is None else tuple(placement_names(layout))
-        return HeldTensor(entry.fqn, entry.dtype, entry.shape, words, self._pieces[kind])
-
-    def _cut(self, entry: TensorEntry, layout: Layout | None) -> tuple[HeldBox, ...]:
-        if layout is not None and self._mesh is not None and layout.mesh.size != self._mesh.size:
-            layout = on_mesh(layout, self._mesh)  # it lies on a part, whose ranks it counts
-        owners = {} if layout is None or self._unit == "file" else owners_of(layout, entry.shape)
-        chunks: dict[Box, list[Chunk]] = {}
-        for chunk in entry.chunks:
-            chunks.setdefault(chunk.box, []).append(chunk)
-        pieces = [
-            HeldBox(box, owners.get(box) or self._savers(same), self._numbers[same[0].data.path])
-            for box, same in chunks.items()
-            if 0 not in box.sizes
-        ]
-        return tuple(sorted(pieces))
-
-    def _savers(self, chunks: Sequence[Chunk]) -> tuple[int, ...]:
-        if self._unit == "file":
-            return tuple(sorted({self._numbers[chunk.data.path] for chunk in chunks}))
-        return tuple(sorted({chunk.rank for chunk in chunks if chunk.rank is not None}))
+def _pieces(
+    entry: TensorEntry,
+    layout: Layout | None,
+    mesh: Mesh | None,
+    unit: Unit,
+    numbers: Mapping[str, int],
+) -> tuple[HeldBox, ...]:
+    """The boxes of a tensor and who holds them: by its layout, else who saved them."""
+    if layout is not None and mesh is not None and layout.mesh.size != mesh.size:
+        layout = on_mesh(layout, mesh)  # it lies on a part, whose ranks it counts
+    owners = {} if layout is None or unit == "file" else owners_of(layout, entry.shape)
+    chunks: dict[Box, list[Chunk]] = {}
+    for chunk in entry.chunks:
+        chunks.setdefault(chunk.box, []).append(chunk)
+    pieces = []
+    for box, same in chunks.items():
+        if 0 not in box.sizes:
+            files = [numbers[chunk.data.path] for chunk in same]
+            savers = files if unit == "file" else [c.rank for c in same if c.rank is not None]
+            holders = owners.get(box) or tuple(sorted(set(savers)))
+            pieces.append(HeldBox(box, holders, files[0]))
+    return tuple(sorted(pieces))
 
 
 def owners_of(layout: Layout, shape: Sequence[int]) -> dict[Box, tuple[int, ...]]:

@@ -104,25 +104,20 @@ def placements_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> list[
     """Placements as text, with the number of tensors that have them; most first."""
     counts: Counter[str] = Counter()
     for entry in index.tensors:
-        known = layout_of(entry, known_mesh)
-        if known is not None:
-            layout, _ = known
+        layout, _ = layout_of(entry, known_mesh) or (None, None)
+        text = "in one piece"
+        if layout is not None:
             text = ", ".join(placement_names(layout))
-            is_usual = known_mesh is None or layout.mesh == known_mesh.mesh
-            counts[text if is_usual else f"{text} on {layout.mesh}"] += 1
+            if known_mesh is not None and layout.mesh != known_mesh.mesh:
+                text += f" on {layout.mesh}"
         elif len(entry.chunks) > 1:
-            counts[_uneven(entry) or CUT_FREELY] += 1
-        else:
-            counts["in one piece"] += 1
+            # One dimension, a box for each rank: Megatron-FSDP's cut, which no mesh makes.
+            cut, ranks = cut_of(entry), {chunk.rank for chunk in entry.chunks if chunk.box.numel}
+            ranks -= {None}
+            one_each = cut is not None and len(cut.dims) == 1 and len(ranks) == len(cut.boxes)
+            text = f"{UNEVEN} {counted(len(ranks), 'rank')}" if one_each else CUT_FREELY
+        counts[text] += 1
     return counts.most_common()
-
-
-def _uneven(entry: TensorEntry) -> str | None:
-    """What a cut along one dimension is that no mesh makes, as Megatron-FSDP's; None for others."""
-    cut = cut_of(entry)
-    ranks = {chunk.rank for chunk in entry.chunks if chunk.box.numel} - {None}
-    is_one_each = cut is not None and len(cut.dims) == 1 and len(ranks) == len(cut.boxes)
-    return f"{UNEVEN} {counted(len(ranks), 'rank')}" if is_one_each else None
 
 
 def placement_names(layout: Layout) -> list[str]:
@@ -131,14 +126,13 @@ def placement_names(layout: Layout) -> list[str]:
     A strided shard is one that a mesh dimension to its right has cut first; the second number is
     torch's split factor, the number of those first pieces.
     """
-    names = []
-    for mesh_dim, placement in enumerate(layout.placements):
-        factor = layout.split_factor(mesh_dim)
-        if isinstance(placement, Shard) and factor > 1:
-            names.append(f"_StridedShard({placement.dim}, {factor})")
-        else:
-            names.append(str(placement))
-    return names
+    factors = map(layout.split_factor, range(len(layout.placements)))
+    return [
+        f"_StridedShard({placement.dim}, {factor})"
+        if isinstance(placement, Shard) and factor > 1
+        else str(placement)
+        for placement, factor in zip(layout.placements, factors, strict=True)
+    ]
 
 
 def sections_of(index: CheckpointIndex) -> dict[Section, Count]:

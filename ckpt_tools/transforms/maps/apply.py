@@ -101,14 +101,15 @@ def _knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:
 
 def _misfits(tensor_map: TensorMap, names: Sequence[str]) -> list[str]:
     """What of these names keeps them from being those that the map is for, a phrase for each."""
-    first_match = {
-        text: next((name for name in names if pattern(text).fullmatch(name)), None)
-        for text in (*tensor_map.requires, *tensor_map.forbids)
-    }
-    missing = [f"there is no {text}" for text in tensor_map.requires if first_match[text] is None]
-    return missing + [
-        f"there is {first_match[text]}" for text in tensor_map.forbids if first_match[text]
+    misfits = [
+        f"there is no {text}"
+        for text in tensor_map.requires
+        if not any(map(pattern(text).fullmatch, names))
     ]
+    for text in tensor_map.forbids:
+        first = next(filter(pattern(text).fullmatch, names), None)
+        misfits += [f"there is {first}"] if first else []
+    return misfits
 
 
 def _refuse_others(tensor_map: TensorMap, names: Sequence[str], model_type: str | None) -> None:

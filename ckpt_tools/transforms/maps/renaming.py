@@ -38,8 +38,16 @@ class RenameTransform:
         """
         notes = []
         for text, by in self.rules:
-            changed = tuple(_renamed(one, text, by=by) for one in made)
-            count = sum(new is not old for new, old in zip(changed, made, strict=True))
+            try:
+                fqns = [re.sub(text, by, one.entry.fqn) for one in made]
+            except (re.error, IndexError) as error:
+                raise UsageError(f"--rename '{text}={by}' is not valid: {error}.") from error
+            if "" in fqns:
+                empty = made[fqns.index("")].entry.fqn
+                raise UsageError(f"--rename '{text}={by}' leaves nothing of the name {empty}.")
+            pairs = list(zip(made, fqns, strict=True))
+            made = tuple(one if one.entry.fqn == fqn else one.named(fqn) for one, fqn in pairs)
+            count = sum(one.entry.fqn != fqn for one, fqn in pairs)
             if not count:
                 raise UsageError(
                     f"--rename '{text}={by}' changes no name.",
@@ -47,7 +55,6 @@ class RenameTransform:
                     "output has so far; --dry-run --json lists them.",
                 )
             notes.append(f"--rename '{text}={by}' changed {counted(count, 'name')}.")
-            made = changed
         return TransformResult(made, tuple(notes))
 
 
@@ -66,18 +73,6 @@ def parse_rename(text: str) -> tuple[str, str]:
     return pattern, by
 
 
-def _renamed(one: TransformedTensor, text: str, *, by: str) -> TransformedTensor:
-    try:
-        fqn = re.sub(text, by, one.entry.fqn)
-    except (re.error, IndexError) as error:
-        raise UsageError(f"--rename '{text}={by}' is not valid: {error}.") from error
-    if fqn == one.entry.fqn:
-        return one
-    if not fqn:
-        raise UsageError(f"--rename '{text}={by}' leaves nothing of the name {one.entry.fqn}.")
-    return one.named(fqn)
-
-
 @dataclass(frozen=True, slots=True)
 class VocabularyTransform:
     """Takes rows off the end of embeddings and output layers until ``size`` are left."""
@@ -89,7 +84,18 @@ class VocabularyTransform:
 
         Raises UsageError when no tensor is known to have a row for each token, or one has fewer.
         """
-        trimmed = {one.entry.fqn: self._trimmed(one) for one in made if _is_vocabulary(one)}
+        trimmed: dict[str, TransformedTensor] = {}
+        for one in made:
+            fqn, shape = one.entry.fqn, one.entry.shape
+            in_layer = any(part.isdecimal() for part in fqn.split("."))
+            if not shape or in_layer or not _VOCABULARY.fullmatch(fqn):
+                continue
+            if shape[0] < self.size:
+                raise UsageError(
+                    f"{fqn} has {shape[0]:,} rows, fewer than --vocab-size {self.size:,}."
+                )
+            view = views.narrow(views.view_of(one.entry), 0, start=0, size=self.size)
+            trimmed[fqn] = one._replace(entry=view)
         if not trimmed:
             raise UsageError(
                 "--vocab-size: no embedding or output layer was recognized by its name.",
@@ -104,22 +110,6 @@ class VocabularyTransform:
         return TransformResult(
             out, tuple(notes) or ("--vocab-size: there is no padding to remove.",)
         )
-
-    def _trimmed(self, one: TransformedTensor) -> TransformedTensor:
-        rows = one.entry.shape[0]
-        if rows < self.size:
-            raise UsageError(
-                f"{one.entry.fqn} has {rows:,} rows, fewer than --vocab-size {self.size:,}."
-            )
-        view = views.view_of(one.entry)
-        return one._replace(entry=views.narrow(view, 0, start=0, size=self.size))
-
-
-def _is_vocabulary(one: TransformedTensor) -> bool:
-    """Whether a tensor has a row for each token: by its name, and in no numbered layer."""
-    name = one.entry.fqn
-    in_layer = any(part.isdecimal() for part in name.split("."))
-    return bool(one.entry.shape) and not in_layer and _VOCABULARY.fullmatch(name) is not None
 
 
 def untie(made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:

@@ -92,14 +92,13 @@ def check_beside(config: LoraConfig, ckpt: str) -> None:
         if not os.path.isfile(path):
             continue
         beside = read_config(path)
-        patterns = f"alpha_pattern = {dict(beside.alphas)}" if beside.alphas else ""
-        alpha = f"lora_alpha = {beside.alpha:g}" if beside.alpha != config.alpha else ""
-        others = [alpha, "use_rslora = True" if beside.rslora else "", patterns]
-        if any(others):
-            said = ", ".join(filter(None, others))
+        said = [f"lora_alpha = {beside.alpha:g}"] if beside.alpha != config.alpha else []
+        said += ["use_rslora = True"] if beside.rslora else []
+        said += [f"alpha_pattern = {dict(beside.alphas)}"] if beside.alphas else []
+        if said:
             raise UsageError(
-                f"{path} says {said}; --lora-alpha {config.alpha:g} alone means this alpha divided "
-                "by the rank, for all modules.",
+                f"{path} says {', '.join(said)}; --lora-alpha {config.alpha:g} alone means this "
+                "alpha divided by the rank, for all modules.",
                 hint=f"--adapter-config {shlex.quote(path)} in place of --lora-alpha.",
             )
 
@@ -176,6 +175,9 @@ def content_of(config: LoraConfig, parts: AdapterParts) -> bytes:
     if "peft_type" not in said:
         ranks = {one.module: one.rank for one in parts.factors}
         usual = Counter(ranks.values()).most_common(1)[0][0]
+        last = {module.rpartition(".")[2] for module in ranks}
+        modules = {name.rpartition(".")[0] for name in parts.base}
+        others = {module for module in modules - ranks.keys() if module.rpartition(".")[2] in last}
         saved = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in parts.saved})
         said = {
             "peft_type": "LORA",
@@ -183,7 +185,8 @@ def content_of(config: LoraConfig, parts: AdapterParts) -> bytes:
             "base_model_name_or_path": said.get("base_model_name_or_path"),
             "r": usual,
             "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
-            "target_modules": _targets(parts),
+            # The last parts of the names, where they mean these modules and no other.
+            "target_modules": sorted(ranks if others or not modules else last),
             "modules_to_save": saved or None,
             "rank_pattern": {
                 f"^{re.escape(m)}": rank for m, rank in ranks.items() if rank != usual
@@ -197,12 +200,3 @@ def content_of(config: LoraConfig, parts: AdapterParts) -> bytes:
             "inference_mode": True,
         }
     return json.dumps(said, indent=2, sort_keys=True).encode() + b"\n"
-
-
-def _targets(parts: AdapterParts) -> list[str]:
-    """The last parts of the adapted modules' names, where they mean these modules and no other."""
-    adapted = {one.module for one in parts.factors}
-    last = {module.rpartition(".")[2] for module in adapted}
-    modules = {name.rpartition(".")[0] for name in parts.base}
-    others = {module for module in modules - adapted if module.rpartition(".")[2] in last}
-    return sorted(adapted if others or not modules else last)

@@ -91,7 +91,15 @@ def true_of(
     most = max(weights.types, key=lambda kind: weights.types[kind], default=None)
     if most is None:
         return corrected, notes
-    typed = _with_dtype(corrected, most, weights.types.keys())
+
+    def of_written(part: Config) -> dict[str, object]:
+        """A part may keep another type that is written, too: that of a vision tower."""
+        wrong = [key for key, dtype in _said(part).items() if dtype not in weights.types]
+        return {**part, **dict.fromkeys(wrong, most.name)}
+
+    wrong = [key for key in _DTYPES if key in config and _said(config).get(key) != most]
+    absent = () if any(key in config for key in _DTYPES) else _DTYPES[:1]
+    typed = {**_mapped(corrected, of_written), **dict.fromkeys((*wrong, *absent), most.name)}
     if typed != corrected:
         said = {dtype.name for part in _parts(corrected) for dtype in _said(part).values()}
         was = f"it said {' and '.join(sorted(said))}" if said else "it said none"
@@ -131,21 +139,6 @@ def _with_quantization(
         hint = "Give the assets of the quantized model; --allow-mismatch continues without."
         raise AnswerNo(text, hint=hint)
     return config, [text]
-
-
-def _with_dtype(config: Config, most: DType, written: Collection[DType]) -> Config:
-    """The config saying the type of most elements.
-
-    Its parts may keep another type that is written, too: that of a vision tower.
-    """
-
-    def typed(part: Config) -> dict[str, object]:
-        wrong = [key for key, dtype in _said(part).items() if dtype not in written]
-        return {**part, **dict.fromkeys(wrong, most.name)}
-
-    wrong = [key for key in _DTYPES if key in config and _said(config).get(key) != most]
-    absent = () if any(key in config for key in _DTYPES) else _DTYPES[:1]
-    return {**_mapped(config, typed), **dict.fromkeys((*wrong, *absent), most.name)}
 
 
 def _said(part: Config) -> dict[str, DType]:

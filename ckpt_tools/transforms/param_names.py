@@ -104,7 +104,19 @@ def with_names(index: CheckpointIndex, given: ParamNames) -> CheckpointIndex:
     Raises UsageError, with the first entry that has no match, when names and numbers are not
     equally many, when the model has no such parameter, or when groups or shapes differ.
     """
-    path, tree = _only_one(index)
+    optimizers = numbered(index)
+    if not optimizers:
+        raise UsageError(
+            f"{index.root}: no optimizer state here is numbered, so it needs no names.",
+            hint="Leave --param-names out.",
+        )
+    if len(optimizers) > 1:
+        shown = " and ".join(map(names.join, optimizers))
+        raise UsageError(
+            f"{index.root} has several numbered optimizers, {shown}, and one list of names.",
+            hint="Choose one with --include.",
+        )
+    ((path, tree),) = optimizers.items()
     optim = optimizer.read(tree)
     stored = [group.stored_names() for group in optim.held()]
     listed = given.names or tuple(name for own in stored if own is not None for name in own)
@@ -126,22 +138,6 @@ def _replaced(tree: Tree[Entry], path: Path, new: Branch[Entry]) -> Branch[Entry
         return new
     items = [_replaced(i, path[1:], new) if p == path[0] else i for p, i in tree.pairs()]
     return tree.holding(items)
-
-
-def _only_one(index: CheckpointIndex) -> tuple[Path, Branch[Entry]]:
-    optimizers = numbered(index)
-    if not optimizers:
-        raise UsageError(
-            f"{index.root}: no optimizer state here is numbered, so it needs no names.",
-            hint="Leave --param-names out.",
-        )
-    if len(optimizers) > 1:
-        shown = " and ".join(map(names.join, optimizers))
-        raise UsageError(
-            f"{index.root} has several numbered optimizers, {shown}, and one list of names.",
-            hint="Choose one with --include.",
-        )
-    return next(iter(optimizers.items()))
 
 
 def _matched(optim: Optimizer, given: Sequence[str], *, where: str) -> dict[Param, str]:

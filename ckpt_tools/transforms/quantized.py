@@ -90,7 +90,8 @@ _BUFFERS = (
     ("fake-quantized", r"(?P<layer>.+?)\.(.*\.)?activation_post_process\.((min|max)_val|eps)"),
 )
 # Names of scales that a plain model hardly has, though no packed tensor stands beside them: those
-# of a model that is calibrated, or was decoded, or of which only the cache is quantized.
+# of a model that is calibrated, or was decoded, or of which only the cache is quantized: then it is
+# one number.
 _LONE = re.compile(r"(weight|input|output)_(global_)?scale(_inv|_\d)?|(?P<one>[qkv]_scale)")
 _BUFFER_SIGN = re.compile(r"quantizer|_extra_state|fp8_meta|amax_|_fwd|_bwd|post_process")
 # Scales of activations: they may stand in a module above those of the packed weights.
@@ -167,8 +168,10 @@ def recognise(index: CheckpointIndex) -> Quantized:
         if f"{module}." in above and _CACHE_SCALE.fullmatch(leaf):
             members[fqn] = above[f"{module}."]
     for fqn, entry in tensors.items():
-        if entry.dtype.kind == "float" and "_scale" in fqn and _is_lone(entry):
-            doubtful.setdefault(fqn, f"{fqn.rpartition('.')[0]}.weight")
+        module, _, leaf = fqn.rpartition(".")
+        lone = _LONE.fullmatch(leaf) if entry.dtype.kind == "float" else None
+        if lone is not None and (lone["one"] is None or entry.numel == 1):
+            doubtful.setdefault(fqn, f"{module}.weight")
     return Quantized(members, codes, {k: v for k, v in doubtful.items() if k not in members})
 
 
@@ -200,12 +203,9 @@ def _prefixes(fqn: str) -> Iterator[str]:
 def _by_module(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
     """The tensors of each module (its name with the dot) by their names in it.
 
-    What lies below a tensor's own name (``weight.absmax``) stands in that tensor's module. None,
-    where nothing can be packed: a plain model of a million tensors is not to wait for this.
+    What lies below a tensor's own name (``weight.absmax``) stands in that tensor's module.
     """
     groups: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
-    if not any(map(_may_be_packed, tensors.values())):
-        return groups
     for fqn, entry in tensors.items():
         owner = next((one for one in islice(_prefixes(fqn), 3) if one in tensors), fqn)
         module = owner[: owner.rfind(".") + 1]
@@ -224,8 +224,11 @@ def _sorted_out(
         also = packed[near].also
         if _is_scale(name) or (also and re.fullmatch(also, name)):
             weights[name] = near
-        elif _is_doubtful(group[name], name, near, at_top=at_top):
-            doubtful[name] = near
+        elif group[name].dtype.kind == "float" and not near.endswith(_ZERO):
+            # At the top everything stands beside everything: only a weight's own name tells.
+            is_beside = not at_top or _has(near, _WEIGHT_WORD) or name.startswith(near)
+            if is_beside and not _has(name, _BIAS_WORD) and not _PLAIN.fullmatch(name):
+                doubtful[name] = near
     return weights, doubtful
 
 
@@ -235,11 +238,6 @@ def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
     families = {name: family for name, family in known.items() if family is not None}
     codes = {name: family for name, family in families.items() if not name.endswith(_ZERO)}
     return codes or families
-
-
-def _may_be_packed(entry: TensorEntry) -> bool:
-    kind = _kind(entry.dtype)
-    return bool(kind) and (kind != "i64" or bool(_rows(entry.fqn.rpartition(".")[2], kind)))
 
 
 def _family(name: str, entry: TensorEntry, group: Collection[str]) -> _Family | None:
@@ -270,22 +268,6 @@ def _kind(dtype: DType) -> str:
     if dtype.kind == "raw" or (dtype.kind == "float" and dtype.bits < 8):
         return "f4"
     return "f8" if dtype.kind == "float" and dtype.bits == 8 else ""
-
-
-def _is_lone(entry: TensorEntry) -> bool:
-    """Whether a tensor is a scale by its name alone; one of a cache is a single number."""
-    match = _LONE.fullmatch(entry.fqn.rpartition(".")[2])
-    return match is not None and (match["one"] is None or entry.numel == 1)
-
-
-def _is_doubtful(entry: TensorEntry, name: str, packed: str, *, at_top: bool) -> bool:
-    """Whether a tensor beside a packed one may be of its family.
-
-    At the top of a checkpoint everything stands beside everything: only a weight's own name tells.
-    """
-    plain = _has(name, _BIAS_WORD) or _PLAIN.fullmatch(name) is not None
-    near = not at_top or _has(packed, _WEIGHT_WORD) or name.startswith(packed)
-    return entry.dtype.kind == "float" and near and not plain and not packed.endswith(_ZERO)
 
 
 def _is_scale(name: str) -> bool:

@@ -8,11 +8,11 @@ only; nothing here reads a file.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import CheckpointIndex, Section
+from ckpt_tools.core.index import CheckpointIndex, Entry, Section
 from ckpt_tools.core.optimizer_states import megatron_state
 from ckpt_tools.errors import UnsupportedError
 
@@ -28,36 +28,30 @@ class Inside(NamedTuple):
     name: str
 
 
-def canonical_names(index: CheckpointIndex) -> dict[str, Inside]:
-    """The name of every tensor and object inside its section, by fqn.
+def canonical_names(
+    index: CheckpointIndex, entries: Iterable[Entry] | None = None
+) -> dict[str, Inside]:
+    """The name inside its section of every entry, or of these, by fqn.
 
-    Raises UnsupportedError when two entries of one section have the same name there.
+    Raises UnsupportedError when two of them have the same name in one section.
     """
-    inside = _inside(index)
-    _refuse_twins(inside, index.root)
-    return inside
-
-
-def tensors_inside(index: CheckpointIndex) -> dict[str, Inside]:
-    """The name of every tensor inside its section, by fqn; an object may have the same name.
-
-    Raises UnsupportedError when two tensors of one section have the same name there.
-    """
-    inside = _inside(index)
-    inside = {entry.fqn: inside[entry.fqn] for entry in index.tensors}
-    _refuse_twins(inside, index.root)
-    return inside
-
-
-def _inside(index: CheckpointIndex) -> dict[str, Inside]:
     containers = names.containers_of(index)
     inside: dict[str, Inside] = {}
-    for entry in index.entries:
+    first: dict[Inside, str] = {}
+    for entry in index.entries if entries is None else entries:
         container = containers[entry.fqn]
         # One of another name tells the optimizers of a job apart (``opt_g``, ``opt_d``): it stays.
         known = bool(container) and names.is_container_name(container[-1])
         name = names.join(entry.path[len(container) if known else 0 :])
-        inside[entry.fqn] = Inside(entry.section, clean_name(name, entry.section))
+        place = Inside(entry.section, clean_name(name, entry.section))
+        other = first.setdefault(place, entry.fqn)
+        if other != entry.fqn:
+            raise UnsupportedError(
+                f"{index.root}: {other} and {entry.fqn} are both {place.name!r} inside of "
+                f"{place.section!r}, without containers and wrapper components.",
+                hint="--exclude leaves one of them out.",
+            )
+        inside[entry.fqn] = place
     return inside
 
 
@@ -77,15 +71,3 @@ def owner_of(place: Inside) -> tuple[str, str] | None:
         return None
     owner, _, kind = state[2].rpartition(".")
     return megatron_state(place.name) or ((owner, kind) if owner else None)
-
-
-def _refuse_twins(inside: Mapping[str, Inside], root: str) -> None:
-    first: dict[Inside, str] = {}
-    for fqn, place in inside.items():
-        other = first.setdefault(place, fqn)
-        if other != fqn:
-            raise UnsupportedError(
-                f"{root}: {other} and {fqn} are both {place.name!r} inside of {place.section!r}, "
-                "without containers and wrapper components.",
-                hint="--exclude leaves one of them out.",
-            )

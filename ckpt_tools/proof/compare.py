@@ -24,7 +24,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.proof.canonical_names import tensors_inside
+from ckpt_tools.proof.canonical_names import canonical_names
 from ckpt_tools.proof.fingerprint import Fingerprint, digest_of
 from ckpt_tools.proof.pairs import (
     CompareValues,
@@ -179,12 +179,11 @@ def _compared(
 
 
 def _sections(index: CheckpointIndex) -> _Sections:
-    sections: dict[Section, dict[str, Entry]] = {}
-    inside = tensors_inside(index)
+    sections: dict[Section, dict[str, Entry]] = {section: {} for section in SECTIONS}
+    inside = canonical_names(index, index.tensors)
     for entry in index.tensors:
-        place = inside[entry.fqn]
-        sections.setdefault(place.section, {})[place.name] = entry
-    return {section: sections[section] for section in SECTIONS if section in sections}
+        sections[entry.section][inside[entry.fqn].name] = entry
+    return {section: entries for section, entries in sections.items() if entries}
 
 
 def _kind(one: EntryDiff) -> Kind:

@@ -42,7 +42,7 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, Shown, as_json
 from ckpt_tools.errors import UnreadableError, unreadable
-from ckpt_tools.proof.canonical_names import Inside, clean_name, tensors_inside
+from ckpt_tools.proof.canonical_names import Inside, canonical_names, clean_name
 from ckpt_tools.proof.pairs import whole_and_located
 from ckpt_tools.storage.paths import open_file
 from ckpt_tools.storage.reader import Files
@@ -123,7 +123,7 @@ def fingerprint(
     Raises what keeps the checkpoint from being whole, and UnsupportedError when two names are one.
     """
     located = whole_and_located(index, files)
-    inside = tensors_inside(located)
+    inside = canonical_names(located, located.tensors)
     tally = Tally(on_bytes)
 
     def digest(entry: TensorEntry) -> TensorDigest:
@@ -213,7 +213,11 @@ def load(path: str) -> Fingerprint:
             f"{path} is not a fingerprint: it has no schema {SCHEMA}.",
             hint=f"`ckpt-tools fingerprint CKPT --write {path}` writes one.",
         )
-    sections = _sections(value.get("sections"), path)
+    said = value.get("sections")
+    digests = {section: said.get(section) for section in SECTIONS} if isinstance(said, dict) else {}
+    sections = {s: d for s, d in digests.items() if isinstance(d, str) and _SHA256.fullmatch(d)}
+    if not isinstance(said, dict) or len(sections) != len(said):
+        raise UnreadableError(f"{path}: its sections cannot be read.")
     kept = value.get("tensors")
     if not isinstance(kept, dict):
         raise UnreadableError(f"{path}: its tensors cannot be read.")
@@ -224,19 +228,6 @@ def load(path: str) -> Fingerprint:
         if inside or section in sections:
             named += _named(inside, sections.get(section), path)
     return Fingerprint(tuple(sorted(named, key=lambda tensor: tensor.fqn)), sections)
-
-
-def _sections(value: object, path: str) -> dict[Section, str]:
-    if not isinstance(value, dict):
-        raise UnreadableError(f"{path}: its sections cannot be read.")
-    sections: dict[Section, str] = {}
-    for section in SECTIONS:
-        digest = value.get(section)
-        if isinstance(digest, str) and _SHA256.fullmatch(digest):
-            sections[section] = digest
-    if len(sections) != len(value):
-        raise UnreadableError(f"{path}: its sections cannot be read.")
-    return sections
 
 
 def _tensor(fqn: str, fields: object, path: str) -> TensorDigest:

@@ -22,7 +22,7 @@ from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, Shown, as_json
 from ckpt_tools.core.text import counted, first_of, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, NotReadError, fault_in
-from ckpt_tools.proof.canonical_names import tensors_inside
+from ckpt_tools.proof.canonical_names import canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
 from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
@@ -172,10 +172,10 @@ def _report(
     unread = [problem for problem in located.problems if isinstance(problem, NotReadError)]
     new = [p for p in located.problems if id(p) not in found and p not in unread]
     bad_items = _bad_items(index, new, files)
-    ranges = [damage.data for damage in (*bad_items, *damages)]
-    condition = DamageMap(located, ranges)
+    condition = DamageMap(located, [damage.data for damage in (*bad_items, *damages)])
     try:
-        unfit, unfit_notes = compare_model_and_optimizer(located, tensors_inside(located))
+        inside = canonical_names(located, located.tensors)
+        unfit, unfit_notes = compare_model_and_optimizer(located, inside)
     except CheckpointError as error:
         unfit, unfit_notes = [], [error.message]
     lost_files = {problem.file for problem in index.problems if problem.file is not None}
@@ -218,16 +218,13 @@ def _bad_items(
     ``new`` are the problems that locating found.
     """
     damages: list[Damage] = []
-    for fqn in sorted({fqn for problem in new for fqn in problem.about}):
-        entry = index.tensor(fqn)
-        if entry is None:
-            continue
+    named = sorted({fqn for problem in new for fqn in problem.about})
+    for entry in filter(None, map(index.tensor, named)):
         for chunk in entry.chunks:
             same_box = tuple(other for other in entry.chunks if other.box == chunk.box)
             alone = replace(entry, chunks=same_box)
             one = replace(index, tensors=(alone,), objects=(), problems=())
-            faults = formats.locate(one, files).problems
-            damages += [Damage(chunk.data, problem) for problem in faults]
+            damages += [Damage(chunk.data, fault) for fault in formats.locate(one, files).problems]
     return damages
 
 
@@ -277,27 +274,20 @@ def _held_by_replicas(index: CheckpointIndex) -> list[str]:
         return []
     placed = {data.path for _, data in _held(index)}
     meshes = {entry.layout.mesh.size for entry in index.tensors if entry.layout is not None}
-    stated = index.world_size in meshes
-    if not stated and not placed.issuperset(index.missing):
+    if index.world_size not in meshes and not placed.issuperset(index.missing):
         return []
-    note = (
-        "Every row of every tensor is still present: replicas in other files hold what the "
-        f"{len(index.missing)} missing files held."
-    )
-    return [note]
+    held = f"replicas in other files hold what the {len(index.missing)} missing files held"
+    return [f"Every row of every tensor is still present: {held}."]
 
 
 def _ranks(index: CheckpointIndex, is_damaged: Callable[[str], bool]) -> tuple[_RankState, ...]:
     """The ranks that saved something, and whether their files are good."""
-    paths: dict[int, set[str]] = {}
-    for entry in index.tensors:
-        for chunk in entry.chunks:
-            if chunk.rank is not None:
-                paths.setdefault(chunk.rank, set()).add(chunk.data.path)
-    for file in index.files:
-        rank = formats.rank_of(file.path)
+    saved = {(chunk.rank, chunk.data.path) for entry in index.tensors for chunk in entry.chunks}
+    saved |= {(formats.rank_of(file.path), file.path) for file in index.files}
+    paths: dict[int, list[str]] = {}
+    for rank, path in saved:
         if rank is not None:
-            paths.setdefault(rank, set()).add(file.path)
+            paths.setdefault(rank, []).append(path)
     return tuple(
         _RankState(rank, not any(map(is_damaged, held)), tuple(sorted(held)))
         for rank, held in sorted(paths.items())

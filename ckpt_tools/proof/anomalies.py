@@ -50,7 +50,20 @@ def anomalies_of(scan: Scan, files: Files) -> Iterator[Anomaly]:
         oddity = _oddity(one, scan)
         if oddity is not None:
             yield _of_chunk(scan, one, *oddity)
-    yield from _repeated(scan, files)
+    equal_crcs: dict[tuple[int, tuple[int, ...]], list[ChunkScan]] = defaultdict(list)
+    for one in scan.chunks:
+        constant = one.moments.least == one.moments.greatest
+        if not constant and one.moments.numel >= _MIN_NUMEL:
+            equal_crcs[one.crc, one.chunk.box.sizes].append(one)
+    for first, *others in equal_crcs.values():
+        for other in others:
+            here, there = (
+                read_box(replace(scan.entry, chunks=(chunk,)), chunk.box, files=files)
+                for chunk in (first.chunk, other.chunk)
+            )
+            if first_unequal(here, there) is None:
+                who = "" if first.chunk.rank is None else f" of rank {first.chunk.rank}"
+                yield _of_chunk(scan, other, "repeated", f"the same as {first.chunk.box}{who}")
 
 
 def _of_chunk(scan: Scan, one: ChunkScan, kind: Kind, detail: str) -> Anomaly:
@@ -71,25 +84,6 @@ def _oddity(one: ChunkScan, scan: Scan) -> tuple[Kind, str] | None:
     if is_constant and total.least != total.greatest:
         return "constant", f"every element is {here.mean:g}"
     return None
-
-
-def _repeated(scan: Scan, files: Files) -> Iterator[Anomaly]:
-    """Chunks that hold what an earlier chunk of the tensor holds."""
-    equal_crcs: dict[tuple[int, tuple[int, ...]], list[ChunkScan]] = defaultdict(list)
-    for one in scan.chunks:
-        constant = one.moments.least == one.moments.greatest
-        if not constant and one.moments.numel >= _MIN_NUMEL:
-            equal_crcs[one.crc, one.chunk.box.sizes].append(one)
-    for group in equal_crcs.values():
-        first, *others = group
-        for other in others:
-            here, there = (
-                read_box(replace(scan.entry, chunks=(chunk,)), chunk.box, files=files)
-                for chunk in (first.chunk, other.chunk)
-            )
-            if first_unequal(here, there) is None:
-                who = "" if first.chunk.rank is None else f" of rank {first.chunk.rank}"
-                yield _of_chunk(scan, other, "repeated", f"the same as {first.chunk.box}{who}")
 
 
 def zero_row_anomalies(scans: Sequence[Scan]) -> list[Anomaly]:

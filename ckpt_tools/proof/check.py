@@ -18,7 +18,7 @@ from ckpt_tools.copying.read import ChunkReader, OnRun, first_unequal, stream_bo
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box, slabs
-from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.plan import Mean
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.state_tree import Branch
@@ -137,24 +137,19 @@ def same_objects(wanted: CheckpointIndex, result: CheckpointIndex, files: Files)
     a container that is another one.
     """
     wanted = lists_as_in(result, wanted)
-    differences = [
-        one
-        for one in compare_objects_of(wanted, result, files)
-        if one.status != "only b" or not _is_empty_place(wanted, result.object(one.name))
-    ]
+    differences = []
+    for one in compare_objects_of(wanted, result, files):
+        entry = result.object(one.name) if one.status == "only b" else None
+        if entry is not None and entry.opened and entry.value is None:
+            holder = wanted.nesting.get(*entry.path[:-1])
+            if isinstance(holder, Branch) and (entry.path[-1], None) in holder.pairs():
+                continue  # the None that was written at an empty place of a list
+        differences.append(one)
     containers, others = compare_containers(wanted, result) or (None, [])
     _require_same(result, [*differences, *others])
     parts = [counted(len(wanted.objects), "object")] if wanted.objects else []
     parts += [counted(containers, "container")] if containers is not None else []
     return f" So are its {' and '.join(parts)}, by value." if parts else ""
-
-
-def _is_empty_place(wanted: CheckpointIndex, entry: ObjectEntry | None) -> bool:
-    """Whether an object is the None that was written at an empty place of a list."""
-    if entry is None or not entry.opened or entry.value is not None:
-        return False
-    holder = wanted.nesting.get(*entry.path[:-1])
-    return isinstance(holder, Branch) and (entry.path[-1], None) in holder.pairs()
 
 
 def _require_same(result: CheckpointIndex, differences: Iterable[EntryDiff]) -> None:

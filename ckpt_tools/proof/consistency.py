@@ -33,7 +33,14 @@ def compare_model_and_optimizer(
     Nothing is compared when either is absent, when a part of them is not read here, or when the
     state is numbered (a plain ``optimizer.state_dict()``).
     """
-    model = {e.fqn: _own_names(inside[e.fqn].name) for e in index.tensors if e.section == "model"}
+    model: dict[str, set[str]] = {}
+    for entry in index.tensors:
+        if entry.section == "model":
+            # An optimizer may know its name without one or two containers above it: it has no
+            # "policy" of {"policy": model.state_dict(), "optim": …}.
+            parts = inside[entry.fqn].name.split(".")
+            most = min(len(parts), _MAX_CONTAINERS + 1)
+            model[entry.fqn] = {".".join(parts[depth:]) for depth in range(most)}
     state = _states_of(index, inside)
     if not model or not state or index.unread:
         return [], []
@@ -60,15 +67,6 @@ def compare_model_and_optimizer(
         about=sorted(fqn for owner in unknown for fqn in state[owner].values()),
     )
     return [error], notes
-
-
-def _own_names(name: str) -> set[str]:
-    """What an optimizer may call a weight: its name without one or two containers above it.
-
-    ``{"policy": model.state_dict(), "optim": …}`` has a ``policy`` that no optimizer knows.
-    """
-    parts = name.split(".")
-    return {".".join(parts[depth:]) for depth in range(min(len(parts), _MAX_CONTAINERS + 1))}
 
 
 def _split_in_model(

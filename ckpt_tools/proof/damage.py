@@ -65,14 +65,14 @@ class ReadResult:
         where = _place(one)
         if crc == one.crc:
             self.crcs += 1
-        else:
-            end = where.offset + where.length
-            error = UnreadableError(
-                f"{where.path}: {one.name} (bytes {where.offset:,} to {end:,}) is damaged: "
-                f"its CRC-32 is {crc:08x}, the archive says {one.crc:08x}.",
-                hint="Use another copy of the file; its data cannot be repaired.",
-            )
-            self.damages.append(Damage(where, error))
+            return
+        end = where.offset + where.length
+        error = UnreadableError(
+            f"{where.path}: {one.name} (bytes {where.offset:,} to {end:,}) is damaged: "
+            f"its CRC-32 is {crc:08x}, the archive says {one.crc:08x}.",
+            hint="Use another copy of the file; its data cannot be repaired.",
+        )
+        self.damages.append(Damage(where, error))
 
 
 def read_everything(

@@ -166,12 +166,8 @@ def whole_and_located(index: CheckpointIndex, files: Files) -> LocatedIndex:
 
 
 def _one_sided(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> Iterator[EntryDiff]:
-    for name, entry in a.items():
-        if name not in b:
-            yield EntryDiff(name, "only a", _words(entry), None)
-    for name, entry in b.items():
-        if name not in a:
-            yield EntryDiff(name, "only b", None, _words(entry))
+    yield from (EntryDiff(n, "only a", _words(one), None) for n, one in a.items() if n not in b)
+    yield from (EntryDiff(n, "only b", None, _words(one)) for n, one in b.items() if n not in a)
 
 
 def _words(entry: Entry) -> str:

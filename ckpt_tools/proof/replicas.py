@@ -39,8 +39,19 @@ def differing_replicas(
         for other in chunk.replicas
         if chunk.codec is None and chunk.box.numel and is_good(chunk.data) and is_good(other)
     ]
+
+    def compare(pair: tuple[TensorEntry, Chunk, ByteRange]) -> list[CheckpointError]:
+        entry, chunk, other = pair
+        one = replace(entry, chunks=(chunk._replace(replicas=()),))
+        two = replace(entry, chunks=(chunk._replace(replicas=(), data=other),))
+        equal = first_difference(one, two, chunk.box, files=files, on_bytes=tally.add)
+        if equal is None:
+            return []
+        who = f"({_holder(chunk.data)} and {_holder(other)}, after {equal:,} bytes)"
+        return [replicas_differ({entry.fqn: f"{chunk.box} {who}"})]
+
     errors = in_threads(
-        lambda pair: _compare(*pair, files, tally),
+        compare,
         pairs,
         files.sizes,
         threads=threads,
@@ -68,19 +79,6 @@ def require_equal_replicas(index: CheckpointIndex, files: Files, *, threads: int
     )
     replace(located, problems=tuple(errors)).require_whole()
     return f" The replicas of {counted(len(left), 'tensor')}, compared byte by byte, are equal."
-
-
-def _compare(
-    entry: TensorEntry, chunk: Chunk, other: ByteRange, files: Files, tally: Tally
-) -> list[CheckpointError]:
-    """Compare a chunk of a tensor with another place that holds the same box."""
-    one = replace(entry, chunks=(chunk._replace(replicas=()),))
-    two = replace(entry, chunks=(chunk._replace(replicas=(), data=other),))
-    equal = first_difference(one, two, chunk.box, files=files, on_bytes=tally.add)
-    if equal is None:
-        return []
-    who = f"({_holder(chunk.data)} and {_holder(other)}, after {equal:,} bytes)"
-    return [replicas_differ({entry.fqn: f"{chunk.box} {who}"})]
 
 
 def _holder(data: ByteRange) -> str:

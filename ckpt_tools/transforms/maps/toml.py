@@ -49,21 +49,18 @@ _RULE_KEYS = frozenset(
     | {"from_shape", "to_shape", "parallel", "parallel_length"}
 )
 # The other side of every built-in map: Hugging Face's names, or PEFT's for adapters.
-_OTHER_SIDE = "hf"
+_TO_HF, _FROM_HF = "-to-hf", "hf-to-"
 _BACK = "back:"
 
 
 def builtin_names() -> list[str]:
     """The names of the built-in maps, one for each direction."""
-    sides = [name.removesuffix(".toml") for name in _files()]
-    return sorted(
-        name for side in sides for name in (f"{side}-to-{_OTHER_SIDE}", f"{_OTHER_SIDE}-to-{side}")
-    )
+    return sorted(_builtin_files())
 
 
 def builtins_to_hf() -> list[TensorMap]:
     """The built-in maps that lead to Hugging Face's names."""
-    return [_builtin(name.removesuffix(".toml"), back=False) for name in _files()]
+    return [_builtin(name) for name in _builtin_files() if name.endswith(_TO_HF)]
 
 
 def find(text: str) -> TensorMap:
@@ -71,10 +68,8 @@ def find(text: str) -> TensorMap:
 
     Raises UsageError when there is none, or when it cannot be read.
     """
-    if text in builtin_names():
-        back = text.startswith(f"{_OTHER_SIDE}-to-")
-        lead, tail = f"{_OTHER_SIDE}-to-", f"-to-{_OTHER_SIDE}"
-        return _builtin(text.removeprefix(lead) if back else text.removesuffix(tail), back=back)
+    if text in _builtin_files():
+        return _builtin(text)
     path = text.removeprefix(_BACK)
     try:
         with open(path, encoding="utf-8") as file:
@@ -88,17 +83,18 @@ def find(text: str) -> TensorMap:
     return tensor_map.back if text.startswith(_BACK) else tensor_map
 
 
-def _files() -> list[str]:
+def _builtin_files() -> dict[str, str]:
+    """The file of each built-in map, by the names of its two directions."""
     folder = resources.files("ckpt_tools.transforms.maps")
-    return sorted(file.name for file in folder.iterdir() if file.name.endswith(".toml"))
+    files = sorted(file.name for file in folder.iterdir() if file.name.endswith(".toml"))
+    sides = [(file.removesuffix(".toml"), file) for file in files]
+    return {name: file for side, file in sides for name in (side + _TO_HF, _FROM_HF + side)}
 
 
-def _builtin(side: str, *, back: bool) -> TensorMap:
-    text = resources.files("ckpt_tools.transforms.maps").joinpath(f"{side}.toml").read_text("utf-8")
-    tensor_map = parse(text, name=side)
-    if back:
-        return replace(tensor_map.back, name=f"{_OTHER_SIDE}-to-{side}")
-    return replace(tensor_map, name=f"{side}-to-{_OTHER_SIDE}")
+def _builtin(name: str) -> TensorMap:
+    file = resources.files("ckpt_tools.transforms.maps").joinpath(_builtin_files()[name])
+    tensor_map = parse(file.read_text("utf-8"), name=name)
+    return replace(tensor_map.back if name.startswith(_FROM_HF) else tensor_map, name=name)
 
 
 def parse(text: str, *, name: str) -> TensorMap:

@@ -18,7 +18,8 @@ from ckpt_tools.core.text import counted
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
-    from ckpt_tools.proof.scan import ChunkScan, Scan
+    from ckpt_tools.core.index import Chunk
+    from ckpt_tools.proof.scan import Moments, Scan
 
 Kind = Literal["zero", "constant", "nan", "repeated", "zero rows"]
 
@@ -46,34 +47,29 @@ def anomalies_of(scan: Scan, files: Files) -> Iterator[Anomaly]:
     """The odd chunks of a tensor that is cut into several."""
     if len(scan.chunks) < 2:
         return
-    for one in scan.chunks:
-        oddity = _oddity(one, scan)
+    fqn = scan.entry.fqn
+    equal_crcs: dict[tuple[int, tuple[int, ...]], list[Chunk]] = defaultdict(list)
+    for chunk, moments, crc in scan.chunks:
+        oddity = _oddity(moments, scan.total)
         if oddity is not None:
-            yield _of_chunk(scan, one, *oddity)
-    equal_crcs: dict[tuple[int, tuple[int, ...]], list[ChunkScan]] = defaultdict(list)
-    for one in scan.chunks:
-        constant = one.moments.least == one.moments.greatest
-        if not constant and one.moments.numel >= _MIN_NUMEL:
-            equal_crcs[one.crc, one.chunk.box.sizes].append(one)
+            kind, detail = oddity
+            yield Anomaly(fqn, kind, chunk.box, chunk.rank, chunk.data.path, detail)
+        if moments.least != moments.greatest and moments.numel >= _MIN_NUMEL:
+            equal_crcs[crc, chunk.box.sizes].append(chunk)
     for first, *others in equal_crcs.values():
-        for other in others:
+        for chunk in others:
             here, there = (
-                read_box(replace(scan.entry, chunks=(chunk,)), chunk.box, files=files)
-                for chunk in (first.chunk, other.chunk)
+                read_box(replace(scan.entry, chunks=(one,)), one.box, files=files)
+                for one in (first, chunk)
             )
             if first_unequal(here, there) is None:
-                who = "" if first.chunk.rank is None else f" of rank {first.chunk.rank}"
-                yield _of_chunk(scan, other, "repeated", f"the same as {first.chunk.box}{who}")
+                who = "" if first.rank is None else f" of rank {first.rank}"
+                detail = f"the same as {first.box}{who}"
+                yield Anomaly(fqn, "repeated", chunk.box, chunk.rank, chunk.data.path, detail)
 
 
-def _of_chunk(scan: Scan, one: ChunkScan, kind: Kind, detail: str) -> Anomaly:
-    chunk = one.chunk
-    return Anomaly(scan.entry.fqn, kind, chunk.box, chunk.rank, chunk.data.path, detail)
-
-
-def _oddity(one: ChunkScan, scan: Scan) -> tuple[Kind, str] | None:
+def _oddity(here: Moments, total: Moments) -> tuple[Kind, str] | None:
     """How a chunk differs from the rest of its tensor."""
-    here, total = one.moments, scan.total
     if here.numel < _MIN_NUMEL:
         return None
     if here.zeros == here.numel and total.zeros < total.numel:
@@ -109,7 +105,7 @@ def zero_row_anomalies(scans: Sequence[Scan]) -> list[Anomaly]:
         rank, ranks = best
         fqn, (rows, *others) = scans[place].entry.fqn, scans[place].entry.shape
         box = Box((start, *[0] * len(others)), (end - start, *others))
-        path = scans[place].chunks[0].chunk.data.path
+        path = scans[place].chunks[0][0].data.path
         detail = (
             f"rows {start}:{end} of {rows} are zero, the share of rank {rank} of {ranks}, as in "
             f"{counted(votes[best], 'tensor')}"

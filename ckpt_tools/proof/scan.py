@@ -75,8 +75,10 @@ def _known(*values: float | None) -> list[float]:
 
 
 def moments_of(piece: memoryview, dtype: DType, *, at_once: int) -> Moments:
-    """The moments of the raw elements in these bytes, so many at once."""
+    """The moments of the raw elements in these bytes, so many at once; empty for no numbers."""
     total = Moments()
+    if not has_numbers(dtype):
+        return total
     step = at_once * dtype.itemsize
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(piece), step):
@@ -126,24 +128,16 @@ _MAX_ROWS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkScan:
-    """What one chunk holds: its sums, and the CRC-32 of its elements."""
-
-    chunk: Chunk
-    moments: Moments
-    crc: int
-
-
-@dataclass(frozen=True, slots=True)
 class Scan:
     """What a tensor holds, in all and chunk by chunk in the order of their offsets.
 
-    ``zero_rows`` are runs (start, end) of zero rows, looked for in tensors that are one chunk.
+    ``chunks`` come with the moments and the CRC-32 of their elements. ``zero_rows`` are runs of
+    zero rows (start, end), looked for in tensors that are one chunk.
     """
 
     entry: TensorEntry
     total: Moments
-    chunks: tuple[ChunkScan, ...]
+    chunks: tuple[tuple[Chunk, Moments, int], ...]
     zero_rows: tuple[tuple[int, int], ...] = ()
 
 
@@ -154,22 +148,18 @@ def scan(entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None]) -
     has_rows = bool(entry.shape) and 2 <= entry.shape[0] <= _MAX_ROWS
     rows = _Rows(entry) if len(chunks) == 1 and has_rows else None
     total = Moments()
-    scans: list[ChunkScan] = []
+    scans: list[tuple[Chunk, Moments, int]] = []
     for chunk in chunks:
         moments, crc = Moments(), 0
         for piece in read_box(entry, chunk.box, files=files):
             crc = crc32(piece, crc)
-            part = (
-                moments_of(piece, entry.dtype, at_once=files.sizes.numbers)
-                if has_numbers(entry.dtype)
-                else Moments()
-            )
+            part = moments_of(piece, entry.dtype, at_once=files.sizes.numbers)
             moments.join(part)
             if rows is not None:
                 rows.see(piece, may_be_zero=part.zeros > 0)
             on_bytes(len(piece))
         total.join(moments)
-        scans.append(ChunkScan(chunk, moments, crc))
+        scans.append((chunk, moments, crc))
     return Scan(entry, total, tuple(scans), () if rows is None else tuple(rows.zero_runs()))
 
 

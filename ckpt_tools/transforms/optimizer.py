@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import islice, pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple, TypeGuard, cast
 
@@ -95,9 +95,9 @@ class Optimizer:
     def members(self) -> list[Param]:
         """All parameters, group after group. Raises UnsupportedError for one listed twice."""
         counts = Counter(param for group in self.held() for param in group.params)
-        twice = next((param for param, times in counts.items() if times > 1), None)
-        if twice is not None:
-            raise UnsupportedError(f"The optimizer's groups list parameter {twice} twice.")
+        for param, times in counts.items():
+            if times > 1:
+                raise UnsupportedError(f"The optimizer's groups list parameter {param} twice.")
         return list(counts)
 
     def is_numbered(self) -> bool:
@@ -106,16 +106,14 @@ class Optimizer:
 
     def renamed(self, change: Callable[[Param], Param]) -> Optimizer:
         """The same with other names or numbers. Raises UsageError for two that become one."""
-        known = [*self.members(), *self.states]
-        changed = {param: change(param) for param in known}
-        twins = Counter(changed.values())
-        twice = next((new for new in changed.values() if twins[new] > 1), None)
-        if twice is not None:
-            shown = " and ".join(str(old) for old, new in changed.items() if new == twice)
-            raise UsageError(
-                f"Parameters {shown} of the optimizer would both be called {twice}.",
-                hint="Leave one of them out with --exclude.",
-            )
+        changed = {param: change(param) for param in (*self.members(), *self.states)}
+        for name, times in Counter(changed.values()).items():
+            if times > 1:
+                shown = " and ".join(str(old) for old, new in changed.items() if new == name)
+                raise UsageError(
+                    f"Parameters {shown} of the optimizer would both be called {name}.",
+                    hint="Leave one of them out with --exclude.",
+                )
         groups = self.groups and tuple(
             group and group.listing([changed[param] for param in group.params])
             for group in self.groups
@@ -193,11 +191,10 @@ def flattened(tree: Branch[Entry]) -> Branch[Entry]:
         for key, option in group.options().pairs()
     ]
     placed += optim.beside.items()
-    items = dict(placed)
-    if len(items) < len(placed):
-        twice = next(key for key, times in Counter(key for key, _ in placed).items() if times > 1)
-        raise UnsupportedError(f"Two entries of the optimizer would both be called {twice}.")
-    return _dict(items)
+    for key, times in Counter(key for key, _ in placed).items():
+        if times > 1:
+            raise UnsupportedError(f"Two entries of the optimizer would both be called {key}.")
+    return _dict(dict(placed))
 
 
 def numbered(tree: Branch[Entry], order: ParamNames | None, *, digest: Digest) -> Branch[Entry]:
@@ -259,10 +256,8 @@ def _in_order(
 def _split(held: Sequence[_ParamGroup], order: ParamNames) -> Iterator[Sequence[str]]:
     """The names that each group of the loading optimizer has."""
     if order.groups:
-        ends = list(accumulate(order.groups))
-        yield from (
-            order.names[end - size : end] for end, size in zip(ends, order.groups, strict=True)
-        )
+        rest = iter(order.names)
+        yield from (tuple(islice(rest, size)) for size in order.groups)
         return
     numbers = {name: number for number, name in enumerate(order.names)}
     first, placed = 0, []

@@ -268,18 +268,13 @@ def _split(whole: TensorEntry, group: _RuleMatch) -> list[TensorEntry]:
         raise UsageError(
             f"{list(whole.shape)} does not fall into {sizes} along {dim}, in {count} groups."
         )
-    each = [size // count for size in sizes]
-    starts = [sum(each[:number]) for number in range(parts)]
-    return [
-        views.concat(
-            [
-                views.narrow(whole, dim, start=index * sum(each) + start, size=size)
-                for index in range(count)
-            ],
-            dim,
-        )
-        for start, size in zip(starts, each, strict=True)
-    ]
+    split, start, step = [], 0, whole.shape[dim] // count
+    for size in (size // count for size in sizes):
+        starts = (index * step + start for index in range(count))
+        pieces = [views.narrow(whole, dim, start=place, size=size) for place in starts]
+        split.append(views.concat(pieces, dim))
+        start += size
+    return split
 
 
 def _rotated(view: TensorEntry, group: _RuleMatch, *, number: int) -> TensorEntry:

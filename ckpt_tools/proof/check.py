@@ -154,21 +154,22 @@ def same_objects(wanted: CheckpointIndex, result: CheckpointIndex, files: Files)
 
 def _require_same(result: CheckpointIndex, differences: Iterable[EntryDiff]) -> None:
     """Raise WriteError for what is not as it was to be written."""
-    faults = [_fault(one) for one in differences if one.status != "same"]
+    faults = []
+    for one in differences:
+        if one.status == "only a":
+            faults.append(f"{one.name} is missing")
+        elif one.status == "only b":
+            faults.append(f"{one.name} has no source")
+        elif one.status == "container":
+            wanted, found = one.a or "there", one.b or "not there"
+            faults.append(f"{one.name or 'all'} is {found}, not {wanted}")
+        elif one.status != "same":
+            what = f": {one.detail}" if one.detail else f" is {one.b}, not {one.a}"
+            faults.append(one.name + what)
     if faults:
         raise WriteError(
             f"{result.root}, read back, is not what was to be written: {some(faults)}."
         )
-
-
-def _fault(one: EntryDiff) -> str:
-    if one.status == "only a":
-        return f"{one.name} is missing"
-    if one.status == "only b":
-        return f"{one.name} has no source"
-    if one.status == "container":
-        return f"{one.name or 'all'} is {one.b or 'not there'}, not {one.a or 'there'}"
-    return f"{one.name}: {one.detail}" if one.detail else f"{one.name} is {one.b}, not {one.a}"
 
 
 def _parts(source: TensorEntry, own: Collection[str] | None) -> list[tuple[TensorEntry, Box]]:

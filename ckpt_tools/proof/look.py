@@ -8,7 +8,7 @@ import struct
 
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.inspection import Inspection, inspect
-from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.formats import locate, open_object
 from ckpt_tools.storage.paths import is_address, last_written
@@ -23,27 +23,21 @@ def look(whole: CheckpointIndex, chosen: CheckpointIndex | None = None) -> Inspe
     with Files() as files:
 
         def read(entry: Entry) -> object:
+            """A plain object or the one element of a tensor, without numpy where possible."""
             if isinstance(entry, ObjectEntry):
                 return open_object(whole, entry, files).value
-            return _element(locate(whole.select({entry.fqn}), files).tensors[0], files)
+            (located,) = locate(whole.select({entry.fqn}), files).tensors
+            chunk = next((chunk for chunk in located.chunks if chunk.box.numel == 1), None)
+            if chunk is None:
+                raise IncompleteError(f"{entry.fqn}: the shard of its element does not exist.")
+            data = files.read(chunk.data.path, chunk.data.offset, located.dtype.itemsize)
+            if located.dtype.name in _STRUCT:
+                return struct.unpack(_STRUCT[located.dtype.name], data)[0]
+            from ckpt_tools.copying.cast import decode  # late: numpy comes with it
+
+            return decode(data, located.dtype)[0]
 
         # Not from a store: this would be requests beyond the headers. `show --raw` reads a step.
         step = None if is_address(whole.root) else summary.step_of(whole, read)
     there = (file.path for file in whole.files if file.length is not None)
     return inspect(whole, chosen, step=step, saved=last_written(there))
-
-
-def _element(entry: TensorEntry, files: Files) -> object:
-    """The value of a located one-element tensor, read without importing numpy where possible.
-
-    Raises IncompleteError when its shard does not exist.
-    """
-    chunk = next((chunk for chunk in entry.chunks if chunk.box.numel == 1), None)
-    if chunk is None:
-        raise IncompleteError(f"{entry.fqn}: the shard that holds its element does not exist.")
-    data = files.read(chunk.data.path, chunk.data.offset, entry.dtype.itemsize)
-    if entry.dtype.name in _STRUCT:
-        return struct.unpack(_STRUCT[entry.dtype.name], data)[0]
-    from ckpt_tools.copying.cast import decode  # late: numpy comes with it
-
-    return decode(data, entry.dtype)[0]

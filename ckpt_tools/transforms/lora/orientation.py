@@ -33,9 +33,14 @@ def transposed(parts: AdapterParts, *, said: bool | None, asked: bool) -> frozen
     for factors in parts.factors:
         ways = _ways(factors, parts)
         beside = elsewhere[_is_conv1d(factors.module)]
-        if len(ways) > 1:
-            others = _by_others(factors.module, said=said, beside=beside)
-            ways = {said is True} if asked else others
+        if len(ways) > 1 and asked:
+            ways = {said is True}
+        elif len(ways) > 1 and said is not None:
+            ways = {said, *beside} if len(beside) == 1 else {said}
+        elif len(ways) > 1 and len(beside) == 1:
+            ways = beside
+        elif len(ways) > 1 and not beside and _LINEAR.fullmatch(factors.module):
+            ways = {False}
         if len(ways) > 1:
             open_ones.append(factors.module)
         elif ways == {True}:
@@ -55,15 +60,6 @@ def is_transposed(parts: AdapterParts, *, said: bool | None) -> bool:
     """The value for a new configuration; PEFT itself corrects it by the module's class."""
     seen = set().union(*_ways_elsewhere(parts).values())
     return seen == {True} if said is None else said
-
-
-def _by_others(module: str, *, said: bool | None, beside: set[bool]) -> set[bool]:
-    """The orientation of a square weight by other weights; both when they say nothing."""
-    if said is not None:
-        return {said, *beside} if len(beside) == 1 else {said}
-    if len(beside) == 1:
-        return beside
-    return {False} if not beside and _LINEAR.fullmatch(module) else {True, False}
 
 
 def _ways(factors: Factors, parts: AdapterParts) -> set[bool]:

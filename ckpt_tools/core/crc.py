@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import struct
 import zlib
 from collections.abc import Collection
 from functools import lru_cache
-from itertools import starmap
 from typing import NamedTuple
 
 from ckpt_tools.core.index import ByteRange
@@ -22,8 +20,6 @@ __all__ = ["KnownCrcs", "StoredCrc", "combine", "crc32"]
 # The polynomial of zip's CRC-32 (ISO 3309), bit-reversed: bit 31 is the coefficient of x^0.
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
-_ROW = struct.Struct("<IQQI")  # number of the path, offset, length, CRC-32
-_STORED_ROW = struct.Struct("<2I4QI")  # of path and name, item, record, CRC-32
 
 
 def combine(first: int, second: int, *, length: int) -> int:
@@ -107,25 +103,21 @@ class KnownCrcs:
 
     def packed(self) -> bytes:
         """All of it in few bytes, for another process."""
-        texts = {path for path, _ in self._runs} | {item.path for item in self.stored}
-        texts |= {one.name for one in self.stored.values()}
-        number = {text: at for at, text in enumerate(sorted(texts))}
-        runs = [(number[p], at, length, crc) for (p, at), (length, crc) in self._runs.items()]
-        stored = [
-            (number[path], number[one.name], at, length, *one.record[1:], one.crc)
-            for (path, at, length), one in self.stored.items()
-        ]
-        head = json.dumps([sorted(texts), _ROW.size * len(runs)]).encode()
-        rows = [*starmap(_ROW.pack, sorted(runs)), *starmap(_STORED_ROW.pack, sorted(stored))]
-        return zlib.compress(len(head).to_bytes(8, "little") + head + b"".join(rows), 1)
+        runs: dict[str, list[tuple[int, int, int]]] = {}
+        for (path, offset), (length, crc) in self._runs.items():
+            runs.setdefault(path, []).append((offset, length, crc))
+        stored: dict[str, list[tuple[int, int, int, int, int, str]]] = {}
+        for (path, offset, length), ((_, start, nbytes), crc, name) in self.stored.items():
+            stored.setdefault(path, []).append((offset, length, start, nbytes, crc, name))
+        return zlib.compress(json.dumps([runs, stored]).encode(), 1)
 
     def add_packed(self, data: bytes) -> None:
         """Add what another process has seen."""
-        data = zlib.decompress(data)
-        end = 8 + int.from_bytes(data[:8], "little")
-        texts, nbytes = json.loads(data[8:end])
-        for path, at, length, crc in _ROW.iter_unpack(data[end : end + nbytes]):
-            self.add(ByteRange(texts[path], at, length), crc)
-        for path, name, *item, at, length, crc in _STORED_ROW.iter_unpack(data[end + nbytes :]):
-            record = ByteRange(texts[path], at, length)
-            self.stored[ByteRange(texts[path], *item)] = StoredCrc(record, crc, texts[name])
+        runs, stored = json.loads(zlib.decompress(data))
+        for path, seen in runs.items():
+            for offset, length, crc in seen:
+                self.add(ByteRange(path, offset, length), crc)
+        for path, known in stored.items():
+            for offset, length, start, nbytes, crc, name in known:
+                record = ByteRange(path, start, nbytes)
+                self.stored[ByteRange(path, offset, length)] = StoredCrc(record, crc, name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import TensorEntry
@@ -36,75 +35,41 @@ def check_coverage(entry: TensorEntry) -> None:
 
     Raises IncompleteError for a gap and CheckpointError for an overlap, with the box where it is.
     """
-    shape = entry.shape
+    shape, whole = entry.shape, Box.whole(entry.shape)
     boxes = list(set(entry.boxes))
-    _check_inside(entry, boxes)
+    for box in boxes:
+        if len(box.sizes) != len(shape) or not whole.contains(box) or min(box.sizes, default=0) < 0:
+            text = f"{entry.fqn}: a chunk {box} lies outside of shape {list(shape)}."
+            raise CheckpointError(text, about=(entry.fqn,))
     solid = [box for box in boxes if 0 not in box.sizes]
     flaw = _first_flaw(solid, shape)
     if flaw is None:
         return
-    if flaw.times == 0:
+    times, box = flaw
+    if times == 0:
         covered = sum(box.numel for box in solid)
         raise IncompleteError(
             f"{entry.fqn}: chunks cover {covered:,} of {entry.numel:,} elements; "
-            f"the first hole is {flaw.box}.",
+            f"the first hole is {box}.",
             hint="Some shards are missing. Look for the missing files, or use an older save.",
             about=(entry.fqn,),
         )
-    raise CheckpointError(
-        f"{entry.fqn}: {flaw.times} chunks overlap in {flaw.box}.", about=(entry.fqn,)
-    )
+    raise CheckpointError(f"{entry.fqn}: {times} chunks overlap in {box}.", about=(entry.fqn,))
 
 
-def _check_inside(entry: TensorEntry, boxes: Sequence[Box]) -> None:
-    """Check that no box leaves the shape."""
-    ndim, whole = len(entry.shape), Box.whole(entry.shape)
-    for box in boxes:
-        if len(box.sizes) != ndim or not whole.contains(box) or min(box.sizes, default=0) < 0:
-            raise CheckpointError(
-                f"{entry.fqn}: a chunk {box} lies outside of shape {list(entry.shape)}.",
-                about=(entry.fqn,),
-            )
-
-
-class _Flaw(NamedTuple):
-    """A region that is covered by ``times`` boxes, where one was expected."""
-
-    times: int
-    box: Box
-
-
-def _first_flaw(boxes: Sequence[Box], shape: Sequence[int]) -> _Flaw | None:
-    """The first region, in row-major order, that is not covered exactly once."""
+def _first_flaw(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[int, Box] | None:
+    """The first region, in row-major order, that is not covered exactly once: how often it is, and
+    where. It is looked for slice by slice between the edges along the first dimension that is cut,
+    each a smaller problem.
+    """
     if 0 in shape:
         return None
-    whole = Box.whole(shape)
-    if not boxes:
-        return _Flaw(0, whole)
     cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
     if not cut:
-        return None if len(boxes) == 1 else _Flaw(len(boxes), whole)
+        return None if len(boxes) == 1 else (len(boxes), Box.whole(shape))
+    dim = cut[0]
     if len(cut) == 1:
-        return _flaw_of_line(boxes, shape, dim=cut[0])
-    return _flaw_of_slices(boxes, shape, dim=cut[0])
-
-
-def _flaw_of_line(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _Flaw | None:
-    """The first flaw of boxes that differ along one dimension only: a sort and one pass."""
-    end = 0
-    spans = sorted((box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box in boxes)
-    for start, stop in [*spans, (shape[dim], shape[dim])]:
-        if start != end:
-            count, low, high = (0, end, start) if start > end else (2, start, min(end, stop))
-            offsets, sizes = [0] * len(shape), list(shape)
-            offsets[dim], sizes[dim] = low, max(high - low, 1)
-            return _Flaw(count, Box(tuple(offsets), tuple(sizes)))
-        end = stop
-    return None
-
-
-def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _Flaw | None:
-    """The first flaw, slice by slice between the edges along ``dim``, each a smaller problem."""
+        return _flaw_of_line(boxes, shape, dim=dim)
     starts = {box.offsets[dim] for box in boxes}
     edges = sorted({0, shape[dim]} | starts | {b.offsets[dim] + b.sizes[dim] for b in boxes})
     waiting = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
@@ -116,9 +81,25 @@ def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> 
         faces = [Box(_without(box.offsets, dim), _without(box.sizes, dim)) for box in active]
         flaw = _first_flaw(faces, _without(shape, dim))
         if flaw is not None:
-            offsets, sizes = flaw.box
+            times, (offsets, sizes) = flaw
             offsets = (*offsets[:dim], start, *offsets[dim:])
-            return _Flaw(flaw.times, Box(offsets, (*sizes[:dim], end - start, *sizes[dim:])))
+            return times, Box(offsets, (*sizes[:dim], end - start, *sizes[dim:]))
+    return None
+
+
+def _flaw_of_line(
+    boxes: Sequence[Box], shape: Sequence[int], *, dim: int
+) -> tuple[int, Box] | None:
+    """The first flaw of boxes that differ along one dimension only: a sort and one pass."""
+    end = 0
+    spans = sorted((box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box in boxes)
+    for start, stop in [*spans, (shape[dim], shape[dim])]:
+        if start != end:
+            count, low, high = (0, end, start) if start > end else (2, start, min(end, stop))
+            offsets, sizes = [0] * len(shape), list(shape)
+            offsets[dim], sizes[dim] = low, max(high - low, 1)
+            return count, Box(tuple(offsets), tuple(sizes))
+        end = stop
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from glob import escape
@@ -115,15 +115,19 @@ def classify(
     containers = container_of(paths)
     has_model = "model" in containers.values()
     bare_optim = any(_first_word(path[0]) == "param_groups" for path in paths)
-    return [
-        _section_of(
-            path,
-            containers,
-            bare_optim=bare_optim,
-            is_model=not (has_model or bare_optim) and _may_be_weight(path, objects),
-        )
-        for path in paths
-    ]
+    classified: list[tuple[Section, Path]] = []
+    for path in paths:
+        above = (path[:depth] for depth in range(len(path) - 1, 0, -1))
+        container: Path = next((prefix for prefix in above if prefix in containers), ())
+        section: Section = "other"
+        if container:
+            section = containers[container]
+        elif bare_optim:
+            section = "optim" if _first_word(path[0]) in ("state", "param_groups") else "other"
+        elif not has_model and _may_be_weight(path, objects):
+            section = "model"
+        classified.append((section, container))
+    return classified
 
 
 def sections_of(paths: Sequence[Path], *, objects: Collection[Path]) -> dict[Path, Section]:
@@ -149,17 +153,6 @@ def _may_be_weight(path: Path, objects: Collection[Path]) -> bool:
     if path in objects:
         return str(path[-1]).endswith("_extra_state")
     return str(path[0]) not in _OTHER and "rng_state" not in str(path[0])
-
-
-def _section_of(
-    path: Path, containers: Mapping[Path, Section], *, bare_optim: bool, is_model: bool
-) -> tuple[Section, Path]:
-    for depth in range(len(path) - 1, 0, -1):
-        if path[:depth] in containers:
-            return containers[path[:depth]], path[:depth]
-    if bare_optim and _first_word(path[0]) in ("state", "param_groups"):
-        return "optim", ()
-    return ("model" if is_model else "other"), ()
 
 
 def unwrapped(name: str) -> str:
@@ -255,7 +248,9 @@ def select(index: CheckpointIndex, wanted: Filters) -> CheckpointIndex:
     chosen, only = selector(wanted.include, wanted.exclude), wanted.only
     entries = index.entries
     fqns = {e.fqn for e in entries if (only is None or e.section == only) and chosen(e.fqn)}
-    lost = {name for name in filter(chosen, index.lost) if only is None or _may_hold(name, only)}
+    lost = set(filter(chosen, index.lost))
+    if only in ("model", "optim"):
+        lost = {n for n in lost if not n.endswith(".*") or is_container_name(n.partition(".")[0])}
     if not fqns:
         index.select(lost).require_whole()
         counts = Counter(entry.section for entry in entries)
@@ -298,13 +293,6 @@ def _whole_part(index: CheckpointIndex) -> tuple[str, ...]:
     model = [entry.fqn for entry in index.entries if entry.section == "model"]
     is_whole = bool(model) and not index.lost and damaged.isdisjoint(model)
     return ("--only", "model") if is_whole else ()
-
-
-def _may_hold(lost: str, section: Section) -> bool:
-    """Whether what is lost under a name may be of a section."""
-    container = lost.partition(".")[0]
-    is_other = lost.endswith(".*") and container not in _MODEL | _OPTIM
-    return section == "other" or not is_other
 
 
 def is_in_param_groups(path: Path) -> bool:

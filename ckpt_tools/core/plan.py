@@ -144,7 +144,16 @@ class LazyPlans(Sequence[FilePlan]):
     @classmethod
     def of(cls, plans: Iterable[FilePlan]) -> LazyPlans:
         """Plans that are made already, and kept: of few files."""
-        return cls(PlannedFile(p.path, p.length, _digest(p), partial(_same, p)) for p in plans)
+        from hashlib import blake2b  # late, here and below: it loads OpenSSL
+
+        files = []
+        for plan in plans:
+            digest = blake2b(repr((plan.length, [item.offset for item in plan.items])).encode())
+            for offset, data in plan.literals:
+                digest.update(b"%d %d " % (offset, len(data)))
+                digest.update(data)
+            files.append(PlannedFile(plan.path, plan.length, digest.digest(), partial(_same, plan)))
+        return cls(files)
 
     def __len__(self) -> int:
         """Number of files."""
@@ -170,7 +179,7 @@ class LazyPlans(Sequence[FilePlan]):
     @property
     def digest(self) -> str:
         """A short text that differs when files, lengths, places of items or known bytes do."""
-        from hashlib import blake2b  # late, here and below: it loads OpenSSL
+        from hashlib import blake2b
 
         known = [(file.path, file.length, file.digest) for file in self.files]
         return blake2b(repr(known).encode(), digest_size=16).hexdigest()
@@ -197,17 +206,6 @@ def _made_in(folder: str, make: Callable[[], FilePlan]) -> FilePlan:
     plan = make()
     path = f"{folder}/{plan.path}"
     return plan._replace(path=path, items=tuple(item._replace(path=path) for item in plan.items))
-
-
-def _digest(plan: FilePlan) -> bytes:
-    """Differs when the length, the places of the items or the known bytes do."""
-    from hashlib import blake2b
-
-    digest = blake2b(repr((plan.length, [item.offset for item in plan.items])).encode())
-    for offset, data in plan.literals:
-        digest.update(b"%d %d " % (offset, len(data)))
-        digest.update(data)
-    return digest.digest()
 
 
 class Target(NamedTuple):

@@ -170,19 +170,14 @@ class Branch(Generic[L]):
         loses all its leaves goes; one that had none before stays for as long as its container does.
         """
 
-        def kept(branch: Branch[L]) -> Tree[L]:
-            items: list[Tree[L]] = []
-            for item in branch.items:
-                if isinstance(item, Branch):
-                    items.append(kept(item))
-                else:
-                    items.append(item if item is not None and keep(item) else None)
-            if all(new is item for new, item in zip(items, branch.items, strict=True)):
-                return branch
-            smaller = branch.holding(items)
-            return None if branch.has_leaves and not smaller.has_leaves else smaller
+        def leaf(value: L) -> Tree[L]:
+            return value if keep(value) else None
 
-        return _root(kept(self), self)
+        def branch(old: Branch[L], items: list[Tree[L]]) -> Tree[L]:
+            smaller = old.holding(items)
+            return None if old.has_leaves and not smaller.has_leaves else smaller
+
+        return _root(self.fold(leaf, branch), self)
 
     @property
     def has_leaves(self) -> bool:
@@ -265,24 +260,19 @@ class _Inner(dict[str | int, object]):
 
 def _settled(path: Path, container: dict[str | int, object]) -> Branch[L]:
     """The container at a path, and those inside of it, each by the parts in it."""
-    items = [
-        _settled((*path, part), item) if isinstance(item, _Inner) else item
+    held: dict[str | int, Tree[L]] = {
+        part: _settled((*path, part), item) if isinstance(item, _Inner) else item  # type: ignore[misc]
         for part, item in container.items()
-    ]
-    return _container(path, list(container), items)  # type: ignore[arg-type]
-
-
-def _container(path: Path, parts: list[str | int], items: list[Tree[L]]) -> Branch[L]:
-    places = [part for part in parts if isinstance(part, int)]
-    if places and len(places) == len(parts) and min(places) >= 0:
+    }
+    places = [part for part in held if isinstance(part, int)]
+    if places and len(places) == len(held) and min(places) >= 0:
         last = max(places)
         if last <= len(places) + _MAX_HOLES:
-            held = dict(zip(places, items, strict=True))
             return list_of(held.get(place) for place in range(last + 1))
-    if places and len(set(map(str, parts))) < len(parts):
-        twice = next(part for part in parts if str(part) in parts and isinstance(part, int))
-        raise _twice((*path, twice))
-    return Branch("dict", tuple(parts), tuple(items))
+    for place in places:
+        if str(place) in held:
+            raise _twice((*path, place))
+    return Branch("dict", tuple(held), tuple(held.values()))
 
 
 def merge(one: Branch[L], other: Branch[L], *, at: Path = ()) -> Branch[L]:

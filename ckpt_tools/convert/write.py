@@ -16,7 +16,7 @@ from ckpt_tools.convert.plan import Plan
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
 from ckpt_tools.copying.out_path import Standing
-from ckpt_tools.copying.parallel import memory_text
+from ckpt_tools.copying.parallel import default_memory
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.crc import KnownCrcs
@@ -88,7 +88,7 @@ class WriteOptions:
         "Total memory of all buffers.",
         metavar="SIZE",
         heading="Writing",
-        typed=memory_text,
+        typed=default_memory,
         shown="64MiB; 128MiB with 16 cores or more",
         own=True,
         parse=parse_amount,

@@ -287,7 +287,7 @@ def _kept_on_failure(manifest: Manifest, spec: OutputSpec) -> Iterator[None]:
 
 
 def _start(manifest: Manifest, spec: OutputSpec) -> Left:
-    """Resume an earlier run, or start again."""
+    """Resume an earlier run, or start again and say what is removed of one."""
     notes: tuple[str, ...] = ()
     if spec.resume:
         resumed = _resumed(manifest, spec)
@@ -298,7 +298,12 @@ def _start(manifest: Manifest, spec: OutputSpec) -> Left:
         raise OutputExistsError(
             f"{replaced_of(spec.out)} exists; its content must not be lost.", hint="Move it away."
         )
-    _say_discarded(manifest, spec)
+    nbytes = sum(spec.place.allocated().values())
+    if manifest.origin is not None and nbytes:
+        same = not spec.resume and not manifest.origin.differences(spec.origin)
+        advice = " --resume would go on with what is finished." if same else ""
+        discarded = f"{spec.place.partial} of an earlier run is removed ({format_size(nbytes)})."
+        spec.on_note(discarded + advice)
     manifest.begin(spec.origin, single_file=spec.single_file)
     return spec.plans, notes
 
@@ -326,16 +331,6 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Left | None:
         return None
     note = f"Resuming: {_progress(finished, spec)} were already finished."
     return spec.plans.without(finished), (note,)
-
-
-def _say_discarded(manifest: Manifest, spec: OutputSpec) -> None:
-    """Say what is about to be removed of an earlier run."""
-    partial = spec.place.partial
-    nbytes = sum(spec.place.allocated().values())
-    if manifest.origin is not None and nbytes:
-        same = not spec.resume and not manifest.origin.differences(spec.origin)
-        advice = " --resume would go on with what is finished." if same else ""
-        spec.on_note(f"{partial} of an earlier run is removed ({format_size(nbytes)}).{advice}")
 
 
 def _progress(finished: Collection[str], spec: OutputSpec) -> str:
@@ -413,6 +408,8 @@ def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
 
 def _link_survivors(spec: OutputSpec, new: str) -> None:
     """Link all else of the old folder into the new one; what is replaced keeps its old mode."""
+    from shutil import copytree  # late: it loads every compressor
+
     files = {file.path for file in spec.plans.files}
     folders = {path[:at] for path in files for at, one in enumerate(path) if one == "/"}
 
@@ -420,26 +417,21 @@ def _link_survivors(spec: OutputSpec, new: str) -> None:
         for name in sorted(os.listdir(os.path.join(spec.out, inside))):
             path = f"{inside}{name}"
             source, target = os.path.join(spec.out, path), os.path.join(new, path)
+            is_folder = os.path.isdir(source) and not os.path.islink(source)
             if path in files:
                 _keep_mode(source, target)
             elif path in folders:
-                if os.path.isdir(source) and not os.path.islink(source):
+                if is_folder:
                     link_folder(f"{path}/")
                     _keep_mode(source, target)
             elif not any(fnmatch(name, glob) for glob in spec.globs):
                 remove(target)  # an earlier try has linked it
-                _link(source, target)
+                if is_folder:
+                    copytree(source, target, symlinks=True, copy_function=os.link)
+                else:
+                    os.link(source, target, follow_symlinks=False)
 
     link_folder("")
-
-
-def _link(source: str, target: str) -> None:
-    if os.path.isdir(source) and not os.path.islink(source):
-        from shutil import copytree
-
-        copytree(source, target, symlinks=True, copy_function=os.link)
-    else:
-        os.link(source, target, follow_symlinks=False)
 
 
 def _keep_mode(old: str, new: str) -> None:

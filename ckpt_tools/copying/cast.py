@@ -1,4 +1,4 @@
-"""Casts and decoding of raw elements by ml_dtypes: every value as torch's ``tensor.to(dtype)``.
+"""Casts, means and decoding of raw elements by ml_dtypes: casts as torch's ``tensor.to(dtype)``.
 
 Rounds to nearest, ties to even; everything but float64 to and from float32 goes through float32, as
 in torch. Torch (2.13, CPU) and ml_dtypes differ in two types, and torch is followed:
@@ -15,7 +15,7 @@ numpy and ml_dtypes, so it comes late where values may not be needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ import ml_dtypes  # noqa: TID253 - see above
 import numpy as np  # noqa: TID253 - see above
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.plan import Mean
 from ckpt_tools.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -50,7 +51,12 @@ class Caster:
     """
 
     def __init__(self, source: DType, target: DType, *, block: int = BLOCK) -> None:
-        refuse_cast(source, target)
+        if {source.kind, target.kind} != {"float"} or source == target:
+            floats = ", ".join(name for name, row in BY_NAME.items() if row.kind == "float")
+            raise UnsupportedError(
+                f"There is no cast from {source.name} to {target.name}.",
+                hint=f"Casts are between {floats}; keep the type of anything else.",
+            )
         self._source, self._target, self._block = _words(source), _words(target), block
         self._step = _step(source, target, block)
 
@@ -62,16 +68,6 @@ class Caster:
             for start in range(0, len(words), self._block):
                 end = start + self._block
                 self._step(words[start:end], out[start:end])
-
-
-def refuse_cast(source: DType, target: DType) -> None:
-    """Raise UnsupportedError unless elements of ``source`` can be cast to ``target`` here."""
-    if {source.kind, target.kind} != {"float"} or source == target:
-        floats = ", ".join(name for name, row in BY_NAME.items() if row.kind == "float")
-        raise UnsupportedError(
-            f"There is no cast from {source.name} to {target.name}.",
-            hint=f"Casts are between {floats}; keep the type of anything else.",
-        )
 
 
 def has_numbers(dtype: DType) -> bool:
@@ -199,3 +195,36 @@ def _encode(values: NDArray[np.float32], target: DType) -> Words:
             too_large = np.isnan(out) & ~np.isnan(values)
             out.view(np.uint8)[too_large] -= 1  # 0x7F or 0xFF, to the code before: ±448
         return out
+
+
+def write_mean(raws: Iterable[memoryview], mean: Mean, dtype: DType, out: memoryview) -> None:
+    """Average raw elements of a type into ``out``; ``raws`` are those of each term, in order.
+
+    They may share one buffer: each is used before the next one is asked for. 16 bytes of memory
+    are taken for each element, 32 for a complex one.
+    """
+    total: Numbers | None = None
+    with np.errstate(over="ignore", invalid="ignore"):
+        for (weight, _), raw in zip(mean.terms, raws, strict=True):
+            part = numbers(raw, dtype)
+            if weight != 1:  # most are: a pass over memory less, a tenth of the time
+                part *= weight
+            if total is not None:
+                if mean.keep != 1:
+                    total *= mean.keep
+                part += total
+            total = part
+        if total is not None:
+            total /= mean.divisor
+            write_rounded(total, dtype, out)
+
+
+def write_rounded(total: Numbers, dtype: DType, out: memoryview) -> None:
+    """Write numbers into ``out`` as raw elements of a type."""
+    # A complex number is two of these.
+    component = BY_NAME[f"float{dtype.bits // 2}"] if dtype.kind == "complex" else dtype
+    raw = total.data.cast("B")
+    if component.name == "float64":
+        out[:] = raw
+    else:
+        Caster(BY_NAME["float64"], component).cast(raw, out)

@@ -50,14 +50,11 @@ def choose_threads(
     return max(1, min(cores, useful))
 
 
-def default_memory() -> int:
-    """Bytes of all buffers together: 64 MiB up to 8 cores, 128 MiB from 16 on."""
-    return max(_LEAST_MEMORY, min(_MOST_MEMORY, usable_cores() * _MEMORY_PER_CORE))
-
-
-def memory_text() -> str:
-    """The same as --max-memory takes it."""
-    return str(default_memory())
+def default_memory() -> str:
+    """Bytes of all buffers together, as --max-memory takes them: 64 MiB up to 8 cores, 128 MiB
+    from 16 on.
+    """
+    return str(max(_LEAST_MEMORY, min(_MOST_MEMORY, usable_cores() * _MEMORY_PER_CORE)))
 
 
 @cache

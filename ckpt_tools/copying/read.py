@@ -13,7 +13,6 @@ from itertools import chain
 
 from ckpt_tools.copying.parallel import IMPORTING
 from ckpt_tools.copying.strided import (
-    Dim,
     Job,
     StridedCopy,
     blocks_of,
@@ -71,7 +70,7 @@ class ChunkReader:
         for copy in copies:
             if self._files.has_descriptor(copy.path):
                 with self._files.descriptor(copy.path) as fd:
-                    for block in self._blocks(copy):
+                    for block in self._blocks_of(copy):
                         self._run(fd, block, out)
         self._run_far([copy for copy in copies if not self._files.has_descriptor(copy.path)], out)
         if self._on_run is not None:
@@ -83,7 +82,7 @@ class ChunkReader:
         """Carry out copies of stores, whose blocks are asked for together."""
         batch: list[StridedCopy] = []
         left = _FETCHED * len(self._stage)
-        for block in chain.from_iterable(map(self._blocks, copies)):
+        for block in chain.from_iterable(map(self._blocks_of, copies)):
             batch.append(block)
             left -= span_of(block)
             if left <= 0:
@@ -131,25 +130,8 @@ class ChunkReader:
                     self._seen(path, source, out[target : target + length])
             first = last
 
-    def _blocks(self, copy: StridedCopy) -> Iterator[StridedCopy]:
-        """The copy in blocks that are read in one go: a unit, or what the staging buffer holds."""
-        if not copy.dims:
-            yield copy
-            return
-        blocks = blocks_of(copy, limit=len(self._stage), gap=self._sizes.gap)
-        for source, target in steps(blocks.outer):
-            start, place = copy.source + source, copy.target + target
-            if not blocks.inner:
-                yield copy._replace(source=start, target=place, dims=())
-                continue
-            count, by, to = blocks.inner[0]
-            for first in range(0, count, blocks.step):
-                cut = Dim(min(blocks.step, count - first), by, to)
-                yield copy._replace(
-                    source=start + first * by,
-                    target=place + first * to,
-                    dims=(cut, *blocks.inner[1:]),
-                )
+    def _blocks_of(self, copy: StridedCopy) -> Iterator[StridedCopy]:
+        return blocks_of(copy, limit=len(self._stage), gap=self._sizes.gap)
 
     def _run(self, fd: int | None, block: StridedCopy, out: memoryview) -> None:
         if block.dims:

@@ -11,7 +11,6 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box, row_major_strides
-from ckpt_tools.core.index import Chunk
 from ckpt_tools.core.plan import ReadItem, WriteItem
 from ckpt_tools.errors import CheckpointError
 
@@ -52,6 +51,8 @@ def copy_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> Strided
     """
     chunk = read.chunk
     into = row_major_strides(within.sizes)
+    if chunk.codec is not None:
+        raise CheckpointError(f"The bytes of {chunk.box} in {chunk.data.path} are not located yet.")
     strides = chunk.strides
     if strides is None:
         strides = row_major_strides(chunk.box.sizes)
@@ -63,23 +64,18 @@ def copy_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> Strided
         last += (size - 1) * strides[dim]
         if size > 1:
             dims.append(Dim(size, strides[dim] * itemsize, into[dim] * itemsize))
-    _check_range(chunk, (source + last + 1) * itemsize)
+    needed = (source + last + 1) * itemsize
+    if needed > chunk.data.length:
+        raise CheckpointError(
+            f"{chunk.data.path}: chunk {chunk.box} has {chunk.data.length:,} bytes at "
+            f"{chunk.data.offset:,}, its shape and strides need {needed:,}."
+        )
     dims = _joined(sorted(dims, key=lambda dim: dim.source, reverse=True))
     unit = itemsize
     if dims and dims[-1].source == dims[-1].target == itemsize:
         unit *= dims.pop().size
     start = chunk.data.offset + source * itemsize
     return StridedCopy(chunk.data.path, start, target * itemsize, unit, itemsize, tuple(dims))
-
-
-def _check_range(chunk: Chunk, needed: int) -> None:
-    if chunk.codec is not None:
-        raise CheckpointError(f"The bytes of {chunk.box} in {chunk.data.path} are not located yet.")
-    if needed > chunk.data.length:
-        raise CheckpointError(
-            f"{chunk.data.path}: chunk {chunk.box} has {chunk.data.length:,} bytes at "
-            f"{chunk.data.offset:,}, its shape and strides need {needed:,}."
-        )
 
 
 def _joined(dims: Sequence[Dim]) -> list[Dim]:
@@ -96,15 +92,11 @@ def _joined(dims: Sequence[Dim]) -> list[Dim]:
 
 def steps(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
     """The source and target bytes of every step along these dimensions, relative to the first."""
-    if not dims:
-        return iter(((0, 0),))
     if len(dims) == 1 and dims[0].source and dims[0].target:  # an expanded tensor has steps of 0
         count, source, target = dims[0]
-        return zip(range(0, count * source, source), range(0, count * target, target), strict=True)
-    return _many_steps(dims)
-
-
-def _many_steps(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
+        places = range(0, count * source, source), range(0, count * target, target)
+        yield from zip(*places, strict=True)
+        return
     for index in product(*(range(dim.size) for dim in dims)):
         yield (
             sum(i * dim.source for i, dim in zip(index, dims, strict=True)),
@@ -112,21 +104,9 @@ def _many_steps(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
         )
 
 
-class Blocks(NamedTuple):
-    """A copy cut into blocks that are read in one go.
-
-    Each step along ``outer`` starts again; along the first dimension of ``inner`` (none: a block is
-    one unit) ``step`` elements are one block, and all of the other dimensions.
-    """
-
-    outer: tuple[Dim, ...]
-    inner: tuple[Dim, ...]
-    step: int
-
-
-def blocks_of(copy: StridedCopy, *, limit: int, gap: int) -> Blocks:
-    """The largest blocks whose bytes in the file, gaps of at most ``gap`` included, are at most
-    ``limit``.
+def blocks_of(copy: StridedCopy, *, limit: int, gap: int) -> Iterator[StridedCopy]:
+    """The copy in blocks that are read in one go, the largest whose bytes in the file, gaps of at
+    most ``gap`` included, are at most ``limit``; the least is a unit.
     """
     dims, span, step = copy.dims, copy.unit, 0
     place = len(dims)
@@ -139,7 +119,19 @@ def blocks_of(copy: StridedCopy, *, limit: int, gap: int) -> Blocks:
         if fit < count:
             break
         span += (count - 1) * source
-    return Blocks(dims[:place], dims[place:], step)
+    for source, target in steps(dims[:place]):
+        block = copy._replace(source=copy.source + source, target=copy.target + target, dims=())
+        if place == len(dims):
+            yield block
+            continue
+        count, by, to = dims[place]
+        for first in range(0, count, step):
+            cut = Dim(min(step, count - first), by, to)
+            yield block._replace(
+                source=block.source + first * by,
+                target=block.target + first * to,
+                dims=(cut, *dims[place + 1 :]),
+            )
 
 
 def span_of(copy: StridedCopy) -> int:

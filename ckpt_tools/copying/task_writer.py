@@ -137,20 +137,12 @@ def _finders(item: WriteItem) -> list[Reads]:
     return [item.finder] if item.mean is None else [finder for _, finder in item.mean.terms]
 
 
-@dataclass(slots=True)
-class _Cast:
-    """Small neighbouring pieces with the same cast: where they are buffered, where they go."""
-
-    item: WriteItem
-    raw: int
-    raw_end: int
-    out: int
-    out_end: int
-
-
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Small contents that follow one another in the file: gathered together, written at once."""
+    """Small contents that follow one another in the file: gathered together, written at once.
+
+    ``casts`` are pieces with their places in the buffer of raw elements and in that of the output.
+    """
 
     start: int
     limit: int
@@ -158,7 +150,7 @@ class _Batch:
     raw_size: int = 0
     jobs: list[Job] = field(default_factory=list)
     raw_jobs: list[Job] = field(default_factory=list)
-    casts: list[_Cast] = field(default_factory=list)
+    casts: list[tuple[int, int, Slab]] = field(default_factory=list)
     checked: list[tuple[int, Slab]] = field(default_factory=list)
 
     def has_room(self, content: InlineBytes | Slab) -> bool:
@@ -168,22 +160,6 @@ class _Batch:
             return False
         raw = _raw_nbytes(content)
         return max(self.size + content.nbytes, self.raw_size + raw) <= self.limit
-
-    def add_cast(self, piece: Slab) -> int:
-        """Make room for a piece that is to be cast, and give its place in the raw buffer."""
-        raw, item = self.raw_size, piece.item
-        out_end = self.size + piece.nbytes
-        self.raw_size += _raw_nbytes(piece)
-        last = self.casts[-1] if self.casts else None
-        if last is not None and last.out_end == self.size and _same_cast(last.item, item):
-            last.raw_end, last.out_end = self.raw_size, out_end
-        else:
-            self.casts.append(_Cast(item, raw, self.raw_size, self.size, out_end))
-        return raw
-
-
-def _same_cast(one: WriteItem, other: WriteItem) -> bool:
-    return one.source == other.source and one.target == other.target
 
 
 def _raw_nbytes(content: InlineBytes | Slab) -> int:
@@ -302,7 +278,7 @@ class TaskWriter:
 
         if item.mean is not None:
             with IMPORTING:  # late: numpy comes with it
-                from ckpt_tools.copying.mean import write_mean
+                from ckpt_tools.copying.cast import write_mean
             write_mean(map(read, _finders(item)), item.mean, item.source, view)
             return
         read(item.finder)
@@ -315,48 +291,43 @@ class TaskWriter:
         offset, crc = piece.offset, 0
         is_looked_at = bool(piece.item.crc_at) or self._on_run is not None
         for run in runs:
-            with self._files.descriptor(run.path) as fd:
-                if self._in_kernel and not is_looked_at:
-                    self._copy(fd, run, output, offset=offset)
-                else:
-                    seen = 0
-                    for view in self._through_buffer(fd, run, output, offset=offset):
-                        seen = crc32(view, seen) if is_looked_at else 0
-                    crc = combine(crc, seen, length=run.unit)
-                    if self._on_run is not None:
-                        self._on_run(ByteRange(run.path, run.source, run.unit), seen)
+            if self._in_kernel and not is_looked_at:
+                self._copy(run, output, offset=offset)
+            else:
+                seen = 0
+                for view in self._through_buffer(run, output, offset=offset):
+                    seen = crc32(view, seen) if is_looked_at else 0
+                crc = combine(crc, seen, length=run.unit)
+                if self._on_run is not None:
+                    self._on_run(ByteRange(run.path, run.source, run.unit), seen)
             offset += run.unit
             self._moved(run.unit)
         return crc
 
-    def _copy(self, fd: int, run: StridedCopy, output: Output, *, offset: int) -> None:
+    def _copy(self, run: StridedCopy, output: Output, *, offset: int) -> None:
         """Copy one run without looking at it, as far as it is no hole."""
-        done = 0
-        while done < run.unit:
-            self._check_stop()
-            length = min(self._sizes.kernel_copy, run.unit - done)
-            source = run.source + done
-            count = 0
-            if not _is_in_hole(fd, source):
-                count = output.copy_from(fd, source=source, offset=offset + done, length=length)
-            if not count:
-                rest = run._replace(source=source, unit=run.unit - done)
-                for _ in self._through_buffer(fd, rest, output, offset=offset + done):
-                    pass
-                return
-            done += count
+        done, count = 0, 1  # which the system has copied just now
+        with self._files.descriptor(run.path) as fd:
+            while count and done < run.unit:
+                self._check_stop()
+                length = min(self._sizes.kernel_copy, run.unit - done)
+                source, count = run.source + done, 0
+                if not _is_in_hole(fd, source):
+                    count = output.copy_from(fd, source=source, offset=offset + done, length=length)
+                done += count
+        rest = run._replace(source=run.source + done, unit=run.unit - done)
+        for _ in self._through_buffer(rest, output, offset=offset + done):
+            pass
 
     def _through_buffer(
-        self, fd: int, run: StridedCopy, output: Output, *, offset: int
+        self, run: StridedCopy, output: Output, *, offset: int
     ) -> Iterator[memoryview]:
         """Copy one run through a buffer that stays in the processor's cache, and give each part."""
-        most = min(self._sizes.stream, self._slab)
-        for done in range(0, run.unit, most):
+        buffer = self._out[: self._sizes.stream]
+        for view in self._files.views(run.path, run.source, run.unit, buffer):
             self._check_stop()
-            view = self._out[: min(most, run.unit - done)]
-            if os.preadv(fd, [view], run.source + done) != len(view):
-                self._files.read_into(run.path, run.source + done, view)
-            output.write(offset + done, view)
+            output.write(offset, view)
+            offset += len(view)
             yield view
 
     def _add(self, content: InlineBytes | Slab, group: _Batch) -> None:
@@ -369,7 +340,9 @@ class TaskWriter:
         if item.source == item.target:
             buffer, jobs, place = self._out, group.jobs, group.size
         else:
-            buffer, jobs, place = self._raw, group.raw_jobs, group.add_cast(content)
+            buffer, jobs, place = self._raw, group.raw_jobs, group.raw_size
+            group.casts.append((place, group.size, content))
+            group.raw_size += _raw_nbytes(content)
         if not add_jobs(item, place, jobs, most=self._sizes.pieces):
             reads, itemsize = item.reads, item.source.itemsize
             self._reader.fill(reads, item.box, itemsize=itemsize, out=buffer[place:])
@@ -384,11 +357,10 @@ class TaskWriter:
             return
         self._reader.run_jobs(group.jobs, self._out)
         if group.casts:
-            raw = self._raw
-            self._reader.run_jobs(group.raw_jobs, raw)
-            for cast in group.casts:
-                out = self._out[cast.out : cast.out_end]
-                self._caster(cast.item).cast(raw[cast.raw : cast.raw_end], out)
+            self._reader.run_jobs(group.raw_jobs, self._raw)
+            for place, at, piece in group.casts:
+                raw = self._raw[place : place + _raw_nbytes(piece)]
+                self._caster(piece.item).cast(raw, self._out[at : at + piece.nbytes])
         self._put_crcs(group, late)
         output.put(group.start, self._out[: group.size])
         self._moved(group.size)

@@ -162,22 +162,16 @@ def _ranges(contents: Iterable[Content], most: int) -> Iterator[list[Content]]:
             yield group
             group, size = [], 0
         if isinstance(content, Slab) and is_cut:
-            for slab in _split(content, most):
-                yield [slab]
+            offset, itemsize = content.offset, content.item.target.itemsize
+            for box in slabs(content.box, max_numel=most // itemsize):
+                part = Slab(offset, box.numel * itemsize, content.item, box)
+                yield [part]
+                offset += part.nbytes
         else:
             group.append(content)
             size += nbytes
     if group:
         yield group
-
-
-def _split(piece: Slab, most: int) -> Iterator[Slab]:
-    itemsize = piece.item.target.itemsize
-    offset = piece.offset
-    for box in slabs(piece.box, max_numel=most // itemsize):
-        nbytes = box.numel * itemsize
-        yield Slab(offset, nbytes, piece.item, box)
-        offset += nbytes
 
 
 def _foreign_slots(contents: Sequence[Content]) -> Iterator[int]:

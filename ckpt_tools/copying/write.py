@@ -19,7 +19,7 @@ from ckpt_tools.copying.read import OnRun
 from ckpt_tools.copying.task_writer import BLOCK, SLOT, Output, Stopped, TaskWriter
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.crc import combine
-from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
+from ckpt_tools.core.plan import FilePlan, LazyPlans
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.paths import is_address
@@ -61,7 +61,9 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
         for group, tasks in groups_of(plans, share, sizes):
             left = locate(tasks)
             work = _Work(left, outputs=outputs, on_bytes=on_bytes, on_file=on_file, on_run=on_run)
-            outputs.create(plan for plan in group if not plan.literals and not plan.items)
+            for plan in group:
+                if not plan.literals and not plan.items:  # no task writes to it
+                    outputs.create(plan).close()
             count = min(
                 threads or work.threads(sizes, processes=share.count),
                 max_memory // min(sizes.thread_memory, max_memory),
@@ -89,10 +91,10 @@ class _Outputs:
         self._whole = {t.file.path for t in tasks if self._left[t.file.path] == t.of}
 
     def open(self, plan: FilePlan) -> Output:
-        """The file of a plan, made and set to its length if need be. Raises WriteError."""
+        """The file of a plan, created if need be. Raises WriteError."""
         output = self._open.get(plan.path)
         if output is None:
-            output = self._open[plan.path] = self._make(plan)
+            output = self._open[plan.path] = self.create(plan)
         return output
 
     def done_with(self, plan: FilePlan) -> bool:
@@ -107,18 +109,14 @@ class _Outputs:
         """Whether this worker writes all of the file of a plan."""
         return plan.path in self._whole
 
-    def create(self, plans: Iterator[FilePlan]) -> None:
-        """Make files that no task writes to. Raises WriteError."""
-        for plan in plans:
-            self._make(plan).close()
-
     def close(self) -> None:
         """Close all that are still open."""
         for output in self._open.values():
             output.close()
         self._open.clear()
 
-    def _make(self, plan: FilePlan) -> Output:
+    def create(self, plan: FilePlan) -> Output:
+        """Open the file of a plan, and set it to its length. Raises WriteError."""
         path, least = os.path.join(self._root, plan.path), self._sizes.direct_from
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -151,30 +149,6 @@ def _open_direct(path: str, status: os.stat_result) -> int | None:
         return None
 
 
-class _Checksums:
-    """Puts the CRC-32 of an item together from the tasks that write parts of it."""
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._missing = Counter(_key(one, one.checked) for one in tasks if one.checked is not None)
-        self._parts: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
-
-    def add(self, task: Task, item: WriteItem, value: int) -> int | None:
-        """Add the CRC-32 of one task; returns that of the whole item after its last part."""
-        key = _key(task, item)
-        self._parts.setdefault(key, []).append((task.number, task.nbytes, value))
-        self._missing[key] -= 1
-        if self._missing[key]:
-            return None
-        whole = 0
-        for _, nbytes, part in sorted(self._parts.pop(key)):
-            whole = combine(whole, part, length=nbytes)
-        return whole
-
-
-def _key(task: Task, item: WriteItem) -> tuple[str, int]:
-    return task.file.path, item.offset
-
-
 class _Work:
     """The tasks that are left, shared between threads; everything public takes the lock itself."""
 
@@ -189,7 +163,10 @@ class _Work:
     ) -> None:
         self._outputs, self._on_bytes, self._on_file = outputs, on_bytes, on_file
         self._on_run = on_run
-        self._checksums = _Checksums(tasks)
+        self._crc_parts = Counter(
+            (task.file.path, task.checked.offset) for task in tasks if task.checked is not None
+        )
+        self._crcs: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
         self._left: list[list[Task]] = [list(tasks)]
         outputs.expect(tasks)
         self._lock = threading.Lock()
@@ -268,14 +245,20 @@ class _Work:
             self._on_bytes(nbytes)
 
     def _check(self, task: Task, value: int) -> None:
-        """Write the CRC-32 of an item when this was the last task of it."""
+        """Write the CRC-32 of an item, of those of its parts, when this was the last task of it."""
         if task.checked is None:
             return
-        whole = self._checksums.add(task, task.checked, value)
-        if whole is not None:
-            output = self._outputs.open(task.file)
-            for slot in task.checked.crc_at:
-                output.write(slot, SLOT.pack(whole))
+        key = task.file.path, task.checked.offset
+        crcs = self._crcs.setdefault(key, [])
+        crcs.append((task.number, task.nbytes, value))
+        if len(crcs) < self._crc_parts[key]:
+            return
+        whole = 0
+        for _, nbytes, crc in sorted(self._crcs.pop(key)):
+            whole = combine(whole, crc, length=nbytes)
+        output = self._outputs.open(task.file)
+        for slot in task.checked.crc_at:
+            output.write(slot, SLOT.pack(whole))
 
 
 @contextmanager

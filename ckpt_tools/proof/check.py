@@ -194,8 +194,7 @@ def _averaged(
 ) -> Iterator[memoryview]:
     """An average of a box, computed a second time, and not by what wrote it."""
     with IMPORTING:
-        from ckpt_tools.copying.cast import numbers
-        from ckpt_tools.copying.mean import write_rounded
+        from ckpt_tools.copying.cast import numbers, write_rounded
 
     sizes = files.sizes
     reader = ChunkReader(files, stage_bytes=sizes.numbers * dtype.itemsize, on_run=on_run)

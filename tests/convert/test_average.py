@@ -12,7 +12,7 @@ import ckpt_tools
 from ckpt_tools import formats
 from ckpt_tools.convert.average import Weighting, average_of
 from ckpt_tools.convert.write import WriteOptions
-from ckpt_tools.copying import mean
+from ckpt_tools.copying import cast
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.names import NamePatterns
 from ckpt_tools.distributed.run import write_here
@@ -148,9 +148,9 @@ def test_the_last_steps_of_a_run(tmp_path: Path) -> None:
 def test_check_finds_an_average_that_was_computed_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = mean.write_mean
+    right = cast.write_mean
     wrong = lambda raws, one, *rest: right(raws, one._replace(divisor=4.0), *rest)  # noqa: E731
-    monkeypatch.setattr(mean, "write_mean", wrong)
+    monkeypatch.setattr(cast, "write_mean", wrong)
     with pytest.raises(WriteError, match="12 of 13 tensors"):
         ckpt_tools.average(SOURCES, tmp_path / "out", check=True)
     assert not (tmp_path / "out").exists()
@@ -159,7 +159,7 @@ def test_check_finds_an_average_that_was_computed_wrong(
 def test_resume_goes_on_with_finished_files_and_refuses_other_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, calls = mean.write_mean, iter(range(100))
+    right, calls = cast.write_mean, iter(range(100))
 
     def stop_later(*given: object) -> None:
         if next(calls) == 20:
@@ -168,7 +168,7 @@ def test_resume_goes_on_with_finished_files_and_refuses_other_weights(
 
     words = ("average", *SOURCES, "--to-mesh", "4", "--threads", "1")
     ran(*words, "-o", tmp_path / "whole")
-    monkeypatch.setattr(mean, "write_mean", stop_later)
+    monkeypatch.setattr(cast, "write_mean", stop_later)
     assert run(*words, "-o", tmp_path / "out").exit_code == 130
     other = run(*words, "-o", tmp_path / "out", "--resume", "--ema", "0.5")
     assert "ema was not given and is 0.5" in other.stderr

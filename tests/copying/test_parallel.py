@@ -49,7 +49,7 @@ def test_memory_grows_with_the_cores_and_is_bounded(
     count: int, mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores(monkeypatch, count)
-    assert default_memory() == mib << 20
+    assert default_memory() == str(mib << 20)
 
 
 def test_a_quota_of_version_2_counts_and_so_do_those_around_it(tmp_path: Path) -> None:

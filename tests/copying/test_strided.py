@@ -61,16 +61,19 @@ def test_an_element_that_is_spread_is_read_for_every_place_of_it() -> None:
 
 def test_narrow_rows_close_together_are_one_block() -> None:
     columns = copy((1000, 64), Box((0, 0), (1000, 32)))
-    assert blocks_of(columns, limit=1 << 20, gap=16 << 10) == ((), columns.dims, 1000)
+    assert list(blocks_of(columns, limit=1 << 20, gap=16 << 10)) == [columns]
 
 
 def test_rows_far_apart_are_read_one_by_one() -> None:
     columns = copy((1000, 1 << 20), Box((0, 0), (1000, 32)))
-    assert blocks_of(columns, limit=1 << 30, gap=16 << 10) == (columns.dims, (), 0)
+    blocks = list(blocks_of(columns, limit=1 << 30, gap=16 << 10))
+    assert [block[1:] for block in blocks[:2]] == [(100, 0, 128, 4, ()), (4194404, 128, 128, 4, ())]
+    assert len(blocks) == 1000
 
 
 def test_a_block_is_no_larger_than_its_buffer() -> None:
     columns = copy((1000, 64), Box((0, 0), (1000, 32)))
-    outer, inner, step = blocks_of(columns, limit=4096, gap=16 << 10)
-    assert (outer, inner, step) == ((), columns.dims, 16)
-    assert span_of(columns._replace(dims=(Dim(step, *inner[0][1:]),))) <= 4096
+    blocks = list(blocks_of(columns, limit=4096, gap=16 << 10))
+    assert [block.dims[0].size for block in blocks] == [16] * 62 + [8]
+    assert max(map(span_of, blocks)) <= 4096
+    assert (blocks[1].source, blocks[1].target) == (100 + 16 * 256, 16 * 128)

@@ -53,7 +53,7 @@ class Plan(Shown):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors in the output."""
-        return sum(target.entry.numel * target.dtype.itemsize for target in self.targets)
+        return sum(target.nbytes for target in self.targets)
 
     def __str__(self) -> str:
         """What is written, and the notes."""

@@ -221,6 +221,11 @@ class Target(NamedTuple):
     layout: Layout | None = None
     boxes: tuple[tuple[int, Box], ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor in the output."""
+        return self.entry.numel * self.dtype.itemsize
+
 
 def refuse_types_not_in_torch(targets: Iterable[Target]) -> None:
     """Raise UnsupportedError for tensors whose type torch lacks: its formats name types by it."""

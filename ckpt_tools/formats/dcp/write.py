@@ -187,10 +187,7 @@ def _share_out(
     those of torch's `dedup_save_plans`, which counts the bytes of the whole tensor for each of its
     boxes, and 1 for an object.
     """
-    weights = [
-        (one.entry.numel * one.dtype.itemsize or 1) if isinstance(one, Target) else 1
-        for one in entries
-    ]
+    weights = [(one.nbytes or 1) if isinstance(one, Target) else 1 for one in entries]
     load = [0] * world_size
     chosen: list[list[int]] = [[] for _ in range(world_size)]
     for first in range(world_size):

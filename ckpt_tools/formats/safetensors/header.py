@@ -81,7 +81,13 @@ def parse_header(files: Files, path: str, *, offset: int, length: int) -> Header
         raise UnreadableError(f"{path}: its header is not valid JSON: {error}.") from error
     if not isinstance(parsed, dict):
         raise UnreadableError(f"{path}: its header is not a JSON object.")
-    metadata = _metadata(parsed.pop("__metadata__", {}), path)
+    metadata: object = parsed.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise UnreadableError(f"{path}: its __metadata__ is not a JSON object.")
+    for name, value in metadata.items():
+        if not isinstance(value, str):
+            found = f"{value!r:.40}"
+            raise UnreadableError(f"{path}: __metadata__ {name!r} is not a string but {found}.")
     start = offset + PREFIX + len(text)
     tensors = _tensors(parsed, path=path, start=start)
     return Header(metadata, tensors, _check_tiling(tensors, path=path, start=start))
@@ -146,17 +152,6 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     raise ValueError(f"the name {counts.most_common(1)[0][0]!r} is there twice")
 
 
-def _metadata(raw: object, path: str) -> dict[str, str]:
-    if not isinstance(raw, dict):
-        raise UnreadableError(f"{path}: its __metadata__ is not a JSON object.")
-    for name, value in raw.items():
-        if not isinstance(value, str):
-            raise UnreadableError(
-                f"{path}: __metadata__ {name!r} is not a string but {value!r:.40}."
-            )
-    return raw
-
-
 def _tensors(raw: dict[str, object], *, path: str, start: int) -> dict[str, Stored]:
     """All tensors by name. Unknown types are reported all at once."""
     tensors: dict[str, Stored] = {}
@@ -182,7 +177,10 @@ def _tensors(raw: dict[str, object], *, path: str, start: int) -> dict[str, Stor
 
 
 def _stored(name: str, entry: dict[str, object], *, dtype: DType, path: str, start: int) -> Stored:
-    """One tensor, with its shape and its byte range held against each other."""
+    """One tensor, with its shape and its byte range held against each other.
+
+    The shape is in our elements, of which the header's may be parts: F4 of [3, 16] is (3, 8).
+    """
     shape = natural_numbers(entry.get("shape"))
     if shape is not None and len(shape) > _MAX_NDIM:
         raise UnreadableError(f"{path}: {name}: a shape of {len(shape):,} dimensions.")
@@ -192,7 +190,14 @@ def _stored(name: str, entry: dict[str, object], *, dtype: DType, path: str, sta
             f"{path}: {name}: its shape {entry.get('shape')!r:.60} or its data_offsets "
             f"{entry.get('data_offsets')!r:.60} are not valid."
         )
-    shape = _in_packs(name, shape, dtype=dtype, path=path)
+    if dtype.packed > 1:
+        if not shape or shape[-1] % dtype.packed:
+            raise UnsupportedError(
+                f"{path}: {name}: shape {list(shape)} of {dtype.safetensors}: the last dimension "
+                f"must be a multiple of {dtype.packed}, so that each row is whole bytes.",
+                hint="Save it with padded rows, or as uint8; torch cannot load it as it is either.",
+            )
+        shape = (*shape[:-1], shape[-1] // dtype.packed)
     length, needed = span[1] - span[0], prod(shape) * dtype.itemsize
     if length != needed:
         raise UnreadableError(
@@ -200,19 +205,6 @@ def _stored(name: str, entry: dict[str, object], *, dtype: DType, path: str, sta
             f"its range has {length:,}."
         )
     return Stored(dtype, shape, ByteRange(path, start + span[0], length))
-
-
-def _in_packs(name: str, shape: tuple[int, ...], *, dtype: DType, path: str) -> tuple[int, ...]:
-    """The shape in our elements, of which the header's may be parts: F4 of [3, 16] is (3, 8)."""
-    if dtype.packed == 1:
-        return shape
-    if not shape or shape[-1] % dtype.packed:
-        raise UnsupportedError(
-            f"{path}: {name}: shape {list(shape)} of {dtype.safetensors}: the last dimension must "
-            f"be a multiple of {dtype.packed}, so that each row is whole bytes.",
-            hint="Save it with padded rows, or as uint8; torch cannot load it as it is either.",
-        )
-    return (*shape[:-1], shape[-1] // dtype.packed)
 
 
 def natural_numbers(raw: object) -> tuple[int, ...] | None:

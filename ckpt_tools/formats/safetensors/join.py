@@ -75,18 +75,15 @@ def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
         raise UnreadableError(
             f"{path}: {_SHARDING_INFO} speaks of {some(absent, 3)}, which the file does not hold."
         )
-    return {
-        fqn: _offsets_of(info.get(fqn), fqn, path=path, ndim=len(stored.shape))
-        for fqn, stored in header.tensors.items()
-    }
-
-
-def _offsets_of(raw: object, fqn: str, *, path: str, ndim: int) -> tuple[int, ...]:
-    offsets = natural_numbers(raw.get("saved_offsets")) if isinstance(raw, dict) else None
-    if offsets is None or len(offsets) != ndim:
-        raise UnreadableError(
-            f"{path}: {fqn}: {_SHARDING_INFO} should give {ndim} offsets, found {raw!r:.60}."
-        )
+    offsets = {}
+    for fqn, stored in header.tensors.items():
+        raw, ndim = info.get(fqn), len(stored.shape)
+        found = natural_numbers(raw.get("saved_offsets")) if isinstance(raw, dict) else None
+        if found is None or len(found) != ndim:
+            raise UnreadableError(
+                f"{path}: {fqn}: {_SHARDING_INFO} should give {ndim} offsets, found {raw!r:.60}."
+            )
+        offsets[fqn] = found
     return offsets
 
 
@@ -165,22 +162,10 @@ def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) 
 def _entry(
     group: Sequence[_Held], fqn: str, *, home: Home, problems: list[CheckpointError]
 ) -> TensorEntry:
-    """One tensor: the largest corner of its boxes is its shape, and they must cover it."""
-    dtype = group[0].stored.dtype
-    chunks = _chunks(group, fqn)
-    section = home.section
-    prefix = names.join((*home.container, ""))
-    path = (*home.container, fqn[len(prefix) :]) if fqn.startswith(prefix) else (fqn,)
-    if len(chunks) == 1 and not any(chunks[0].box.offsets):
-        return TensorEntry(fqn, path, section, dtype, chunks[0].box.sizes, chunks)
-    shape = tuple(map(max, zip(*(chunk.box.ends for chunk in chunks), strict=True)))
-    entry = TensorEntry(fqn, path, section, dtype, shape, chunks)
-    problems += uncovered([entry])
-    return entry
+    """One tensor: the largest corner of its boxes is its shape, and they must cover it.
 
-
-def _chunks(group: Sequence[_Held], fqn: str) -> tuple[Chunk, ...]:
-    """The boxes in the order of their offsets; equal ones are replicas of the first."""
+    Its chunks are in the order of their offsets; equal boxes are replicas of the first.
+    """
     by_box: dict[Box, Chunk] = {}
     for part, stored in group:
         offsets = part.offsets[fqn] if part.offsets is not None else (0,) * len(stored.shape)
@@ -191,7 +176,16 @@ def _chunks(group: Sequence[_Held], fqn: str) -> tuple[Chunk, ...]:
             if first is None
             else first._replace(replicas=(*first.replicas, stored.data))
         )
-    return tuple(by_box[box] for box in sorted(by_box))
+    chunks = tuple(by_box[box] for box in sorted(by_box))
+    dtype, section = group[0].stored.dtype, home.section
+    prefix = names.join((*home.container, ""))
+    path = (*home.container, fqn[len(prefix) :]) if fqn.startswith(prefix) else (fqn,)
+    if len(chunks) == 1 and not any(chunks[0].box.offsets):
+        return TensorEntry(fqn, path, section, dtype, chunks[0].box.sizes, chunks)
+    shape = tuple(map(max, zip(*(chunk.box.ends for chunk in chunks), strict=True)))
+    entry = TensorEntry(fqn, path, section, dtype, shape, chunks)
+    problems += uncovered([entry])
+    return entry
 
 
 def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorEntry]) -> Gaps:
@@ -211,8 +205,13 @@ def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorE
     ranks, count = {rank for rank, _ in have}, counts[0]
     without = absent(ranks, max(ranks))
     covered = not any(uncovered(tensors))
-    if without and covered:
-        gaps.notes.append(_nothing_to_save([rank - 1 for rank in without]))
+    if without and covered:  # a rank with nothing to save writes no file
+        shown = rank_spans([rank - 1 for rank in without])
+        gaps.notes.append(
+            f"No file of {'ranks' if len(without) > 1 else 'rank'} {shown}: every row of every "
+            "tensor is in the other files: it had nothing to save, or tensors that no other file "
+            "names. `verify --expect-ranks N` checks that all N ranks have a file."
+        )
     for rank in () if covered else without:
         gaps.paths.append(f"{folder}/{_shard_name(rank, 1, count)}")
         gaps.problems.append(
@@ -229,15 +228,6 @@ def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorE
         )
     _shortened(folder, have, tensors, count=count, gaps=gaps)
     return gaps
-
-
-def _nothing_to_save(ranks: Sequence[int]) -> str:
-    """What to say of ranks without a file when every row is there: they write none for nothing."""
-    return (
-        f"No file of {'ranks' if len(ranks) > 1 else 'rank'} {rank_spans(ranks)}: every row of "
-        "every tensor is in the other files: it had nothing to save, or tensors that no other "
-        "file names. `verify --expect-ranks N` checks that all N ranks have a file."
-    )
 
 
 def _shard_name(rank: int, number: int, count: int) -> str:
@@ -259,8 +249,7 @@ def _shortened(
     """
     top = max(rank for rank, _ in have)
     widths = [width for width in range(1, min(top, _MOST_RANKS) + 1) if top % width == 0]
-    numbers = {number for _, number in have}
-    for number in sorted(number for number in numbers if (top, number) not in have):
+    for number in sorted({number for _, number in have if (top, number) not in have}):
         tail = f"-model-{number:05}-of-{count:05}.safetensors"
         ended = (t for t in tensors if any(c.data.path.endswith(tail) for c in t.chunks))
         cut = next((tensor for tensor in ended if not _even(tensor, widths)), None)

@@ -110,7 +110,14 @@ def read_index(
         if listed is None:
             return _read_single(reading, place)
         index = parse_index(listed, files)
-        _read_listed(reading, index)
+        reading.read_listed(index)
+        reading.join(index.weight_map)
+        total = sum(entry.nbytes for entry in reading.tensors)
+        if index.total_size not in (None, total) and not reading.problems:
+            reading.notes.append(
+                f"{index.name} gives a total_size of {index.total_size:,} bytes; "
+                f"the tensors have {total:,}."
+            )
         _look_beside(reading, index, (paths.joined(folder, name) for name in names))
         _check_consolidated(reading, folder)
         return reading.result()
@@ -179,21 +186,6 @@ def _without_copies(reading: _Reading, names: list[str]) -> list[str]:
     if copies:
         reading.notes.append(f"Beside the model, and not read: {some(copies, 5)}.")
     return [name for name in names if name not in copies]
-
-
-# ---------------------------------------------------------------------------------------- the index
-
-
-def _read_listed(reading: _Reading, index: Index) -> None:
-    """The files of an index, and the size that it gives."""
-    reading.read_listed(index)
-    reading.join(index.weight_map)
-    total = sum(entry.nbytes for entry in reading.tensors)
-    if index.total_size is not None and index.total_size != total and not reading.problems:
-        reading.notes.append(
-            f"{index.name} gives a total_size of {index.total_size:,} bytes; "
-            f"the tensors have {total:,}."
-        )
 
 
 def _look_beside(reading: _Reading, index: Index, present: Iterable[str]) -> None:

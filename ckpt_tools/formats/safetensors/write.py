@@ -49,13 +49,17 @@ def plan_files(targets: Iterable[Target], *, options: PlanOptions) -> LazyPlans:
         name = options.single_file or f"{basename}.safetensors"
         return LazyPlans([_planned(name, shards[0], metadata)])
     names = [f"{basename}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-    files = [_planned(*named, metadata) for named in zip(names, shards, strict=True)]
-    index = _plan_index(f"{basename}.safetensors.index.json", names, shards)
-    return LazyPlans(files) + LazyPlans.of([index])
-
-
-def _nbytes(target: Target) -> int:
-    return target.entry.numel * target.dtype.itemsize
+    named = list(zip(names, shards, strict=True))
+    files = [_planned(name, shard, metadata) for name, shard in named]
+    # The index JSON, as Hugging Face's loaders read it; total_size counts bytes of tensors.
+    weight_map = {target.fqn: name for name, shard in named for target in shard}
+    index = {
+        "metadata": {"total_size": sum(one.nbytes for one in ordered)},
+        "weight_map": weight_map,
+    }
+    data = json.dumps(index, ensure_ascii=False, indent=2, sort_keys=True).encode() + b"\n"
+    path = f"{basename}.safetensors.index.json"
+    return LazyPlans(files) + LazyPlans.of([FilePlan(path, len(data), ((0, data),), ())])
 
 
 def _check_targets(ordered: Sequence[Target]) -> None:
@@ -86,12 +90,11 @@ def _split(ordered: Sequence[Target], max_shard_size: int) -> list[list[Target]]
     shards: list[list[Target]] = [[]]
     filled = 0
     for target in ordered:
-        size = _nbytes(target)
-        if shards[-1] and filled + size > max_shard_size:
+        if shards[-1] and filled + target.nbytes > max_shard_size:
             shards.append([])
             filled = 0
         shards[-1].append(target)
-        filled += size
+        filled += target.nbytes
     return shards
 
 
@@ -102,13 +105,23 @@ def _planned(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) ->
     described: dict[str, object] = {_RESERVED: {"format": "pt", **dict(sorted(metadata.items()))}}
     end = 0
     for target in placed:
-        start, end = end, end + _nbytes(target)
+        start, end = end, end + target.nbytes
+        shape = list(target.entry.shape)
+        if shape:  # in the format's own elements, of which several may be packed in one of ours
+            shape[-1] *= target.dtype.packed
         described[target.fqn] = {
             "dtype": target.dtype.safetensors,
-            "shape": _header_shape(target),
+            "shape": shape,
             "data_offsets": [start, end],
         }
-    head = _head(path, described)
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)  # so that the data begins aligned
+    if len(text) > MAX_HEADER:
+        raise UsageError(
+            f"{path}: a header of {len(text):,} bytes, safetensors reads at most {MAX_HEADER:,}.",
+            hint="Spread the tensors over more files with a smaller --max-shard-size.",
+        )
+    head = len(text).to_bytes(PREFIX, "little") + text
     # Now, and not when files are half written, it is seen that the chunks are all there.
     filled = [(one, Finder(one.entry).require_whole()) for one in placed if one.entry.numel]
     make = partial(_plan_file, path, head, filled)
@@ -123,34 +136,5 @@ def _plan_file(path: str, head: bytes, filled: Sequence[tuple[Target, Finder]]) 
         box = Box.whole(target.entry.shape)
         source, dtype = target.entry.dtype, target.dtype
         items.append(WriteItem(target.fqn, path, end, box, source, dtype, finder))
-        end += _nbytes(target)
+        end += target.nbytes
     return FilePlan(path, end, ((0, head),), tuple(items))
-
-
-def _header_shape(target: Target) -> list[int]:
-    """The shape in the format's own elements, of which several may be packed in one of ours."""
-    shape = list(target.entry.shape)
-    return [*shape[:-1], shape[-1] * target.dtype.packed] if shape else shape
-
-
-def _head(path: str, described: Mapping[str, object]) -> bytes:
-    """The length and the JSON, padded with spaces so that the data begins aligned."""
-    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    if len(text) > MAX_HEADER:
-        raise UsageError(
-            f"{path}: a header of {len(text):,} bytes, safetensors reads at most {MAX_HEADER:,}.",
-            hint="Spread the tensors over more files with a smaller --max-shard-size.",
-        )
-    return len(text).to_bytes(PREFIX, "little") + text
-
-
-def _plan_index(path: str, names: Sequence[str], shards: Sequence[Sequence[Target]]) -> FilePlan:
-    """The index JSON, as Hugging Face's loaders read it; total_size counts bytes of tensors."""
-    weight_map = {
-        target.fqn: name for name, shard in zip(names, shards, strict=True) for target in shard
-    }
-    total = sum(_nbytes(target) for shard in shards for target in shard)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    data = json.dumps(index, ensure_ascii=False, indent=2, sort_keys=True).encode() + b"\n"
-    return FilePlan(path, len(data), ((0, data),), ())

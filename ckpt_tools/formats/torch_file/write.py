@@ -58,7 +58,7 @@ class Packed(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """Bytes of each storage."""
-        return [target.entry.numel * target.dtype.itemsize for target in self.targets]
+        return [target.nbytes for target in self.targets]
 
 
 def items_in(

@@ -24,7 +24,7 @@ from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import CheckpointError, CkptError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.rank_files.parts import RankTensor
+from ckpt_tools.formats.rank_files.entries import RankTensor
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:

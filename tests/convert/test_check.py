@@ -33,7 +33,7 @@ from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed.run import write_here
 from ckpt_tools.errors import UnreadableError, WriteError
-from ckpt_tools.formats.rank_files import parts
+from ckpt_tools.formats.rank_files import entries
 from ckpt_tools.proof import damage
 from ckpt_tools.storage.reader import Files
 
@@ -263,7 +263,7 @@ def test_a_record_that_was_seen_in_parts_is_known_only_when_all_of_it_was_seen()
 @pytest.fixture
 def thousand(monkeypatch: pytest.MonkeyPatch) -> int:
     """So many columns make a replica large."""
-    monkeypatch.setattr(parts, "MAX_COMPARED", 15_000)
+    monkeypatch.setattr(entries, "MAX_COMPARED", 15_000)
     return 1000
 
 

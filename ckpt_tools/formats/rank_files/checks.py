@@ -149,7 +149,12 @@ def missing(
     absent = [rank for rank in range(world) if rank not in have]
     if not absent:
         return
-    rows = _rows_of(absent[0], world, [entry for entry in tensors if entry.fqn in held])
+    rows: list[str] = []  # of the first, as the layouts of the tensors have them
+    for entry in tensors:
+        layout = entry.layout if entry.fqn in held else None
+        if layout is not None and layout.mesh.size == world and len(rows) < _ROWS_SHOWN:
+            box = layout.box(entry.shape, layout.mesh.coordinate(absent[0]))
+            rows += [f"{entry.fqn} {box}"] if box.numel else []
     lost = f" Rank {absent[0]} held {'; '.join(rows)}." if rows else ""
     hint = f"Bring them from the nodes that wrote them, e.g. {family.path_of(absent[0])}."
     for group in whole_groups(family, world, tensors)[:1]:
@@ -161,18 +166,6 @@ def missing(
         f"{'ranks' if len(absent) > 1 else 'rank'} {listed(absent)}.{lost}",
         hint=hint,
     )
-
-
-def _rows_of(rank: int, world: int, tensors: Sequence[TensorEntry]) -> list[str]:
-    """Some boxes of a rank, as the layouts of the tensors have them."""
-    rows: list[str] = []
-    for entry in tensors:
-        if entry.layout is None or entry.layout.mesh.size != world:
-            continue
-        box = entry.layout.box(entry.shape, entry.layout.mesh.coordinate(rank))
-        if box.numel and len(rows) < _ROWS_SHOWN:
-            rows.append(f"{entry.fqn} {box}")
-    return rows
 
 
 def listed(ranks: Sequence[int]) -> str:

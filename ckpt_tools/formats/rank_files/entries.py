@@ -1,35 +1,41 @@
-"""From what every rank holds to the entries of one checkpoint.
+"""From what every rank's file holds to the entries of one checkpoint.
 
-Which rank files there should be, `checks` knows.
+The parts of a tensor are joined here: boxes from the layouts that the ranks state, replicas where
+boxes are equal, and a complaint where ranks do not agree. No file is read but to compare small
+tensors that should be equal. Which rank files there should be, `checks` knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
+from operator import mul
+from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.coverage import replicas_differ
+from ckpt_tools.core.dtypes import DType, dtype_named
+from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
     NO_TREE,
+    ByteRange,
     CheckpointIndex,
+    Chunk,
     ObjectEntry,
     Path,
     Section,
     TensorEntry,
 )
-from ckpt_tools.core.plain_values import are_same
+from ckpt_tools.core.layout import Layout
+from ckpt_tools.core.plain_values import PlainValue, are_same
 from ckpt_tools.core.state_tree import Branch, merge
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnsupportedError
-from ckpt_tools.formats.rank_files.parts import (
-    RankObject,
-    RankTensor,
-    ReplicaComparison,
-    join,
-)
+from ckpt_tools.formats.pickle.stored import Stored, StoredDTensor, StoredPieces, StoredTensor
 from ckpt_tools.formats.replicas import LEAVE_OUT, Replicas
 from ckpt_tools.formats.slices import JOINED_BY_OWNER
+from ckpt_tools.formats.torch_file.open import SavedFile
 from ckpt_tools.storage.reader import Files
 
 _FLAT_SHARDS = (
@@ -37,6 +43,189 @@ _FLAT_SHARDS = (
     "many ranks, wrapped alike, loads them. --only model takes the model alone. An optimizer that "
     "converts is saved by FSDP.optim_state_dict(), or with FSDP2 (verl: strategy=fsdp2)."
 )
+
+# Buffers and step counters are small; what is larger is compared by the CRCs of its records.
+MAX_COMPARED = 1 << 20
+_MAX_COMPARED_IN_ALL = 512 << 20
+_PLAIN = "plain tensor"
+_KINDS = {
+    StoredTensor: _PLAIN,
+    StoredDTensor: "DTensor",
+    StoredPieces: "CheckpointableTensor",
+}
+
+
+class RankTensor(NamedTuple):
+    """What one rank holds of a tensor.
+
+    ``shape`` is the whole tensor's, ``layout`` a DTensor's. ``crc`` is that of the record, which
+    the part fills when ``fills_record``. ``flaw`` says why the part cannot be placed.
+    """
+
+    rank: int
+    kind: str
+    dtype: DType
+    shape: tuple[int, ...]
+    chunk: Chunk
+    layout: Layout | None
+    crc: int | None
+    fills_record: bool
+    flaw: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is no shard: every rank holds all of it."""
+        return self.kind == _PLAIN
+
+
+class RankObject(NamedTuple):
+    """What one rank holds that is not a tensor, or one that cannot be read, as ``flaw`` says."""
+
+    rank: int
+    data: ByteRange
+    value: PlainValue
+    type_name: str | None
+    flaw: CheckpointError | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether tensors are in it, which cannot be read."""
+        return isinstance(self.flaw, UnsupportedError)
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether ``value`` is its value."""
+        return self.type_name is None
+
+
+def rank_tensors(stored: Stored, saved: SavedFile, rank: int) -> Iterator[RankTensor]:
+    """The parts of a tensor that this file holds: a DTensor is one part, a CheckpointableTensor one
+    for each of its pieces.
+    """
+    held, record = saved.held(stored), saved.record_of(stored.local.storage)
+    for chunk in held.chunks:
+        yield RankTensor(
+            rank=rank,
+            kind=_KINDS[type(stored)],
+            dtype=dtype_named(stored.dtype),
+            shape=stored.shape,
+            chunk=chunk._replace(rank=rank),
+            layout=held.layout,
+            crc=record.crc,
+            fills_record=chunk.data.length == record.length,
+            flaw=None if held.flaw is None else held.flaw.message.removesuffix("."),
+        )
+
+
+class _Joined(NamedTuple):
+    """The parts of a tensor put together; ``complaint`` says why it must not be used as it is.
+
+    ``unequal`` are a box and two ranks that hold other elements of it, the lowest and another;
+    ``uncompared`` says that something was too large to be compared.
+    """
+
+    chunks: tuple[Chunk, ...]
+    complaint: str | None
+    unequal: tuple[Box, int, int] | None
+    uncompared: bool
+
+
+def _joined(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> _Joined:
+    """One tensor from the parts of its ranks, which come in the order of the ranks."""
+    first = parts[0]
+    complaint = next((part.flaw for part in parts if part.flaw is not None), None)
+    groups: dict[Box, list[RankTensor]] = {}
+    for part in parts:
+        if first.is_plain:  # every rank has all of it
+            groups.setdefault(first.chunk.box, []).append(part)
+        elif part.flaw is None and part.shape == first.shape:
+            groups.setdefault(part.chunk.box, []).append(part)
+    chunks, unequal, uncompared = [], None, False
+    for box, (one, *others) in groups.items():
+        verdicts = [comparison.equal(one, other) for other in others]
+        uncompared = uncompared or None in verdicts
+        if False in verdicts:
+            unequal = unequal or (box, one.rank, others[verdicts.index(False)].rank)
+        pairs = zip(others, verdicts, strict=True)
+        alike = [other for other, is_equal in pairs if is_equal is not False]
+        # Plain tensors that differ may even be of another shape.
+        chunks.append(chunk_of([one, *(alike if first.is_plain else others)]))
+    complaint = _disagreement(first, parts) if complaint is None else complaint
+    return _Joined(tuple(chunks), complaint, unequal, uncompared)
+
+
+def chunk_of(group: Sequence[RankTensor]) -> Chunk:
+    """One chunk of the parts that hold the same box; the lowest rank's bytes come first."""
+    first = group[0].chunk
+    layout = first.strides, first.codec, first.data.length
+    replicas = (
+        one.data
+        for one in (part.chunk for part in group[1:])
+        if (one.strides, one.codec, one.data.length) == layout
+    )
+    return first._replace(replicas=tuple(replicas))
+
+
+def _disagreement(first: RankTensor, parts: Sequence[RankTensor]) -> str | None:
+    """What two ranks say differently of one tensor, or None."""
+    for part in parts:
+        both, what = (first, part), "it is"
+        layouts = [one.layout for one in both if one.layout is not None]
+        if part.kind != first.kind:
+            said = [f"a {one.kind}" for one in both]
+        elif part.dtype != first.dtype:
+            said = [one.dtype.name for one in both]
+        elif not part.is_plain and part.shape != first.shape:
+            said, what = [str(list(one.shape)) for one in both], "its global shape is"
+        elif part.layout != first.layout:
+            said = [f"({layout}) of {layout.mesh}" for layout in layouts]
+        else:
+            continue
+        return f"{what} {said[0]} on rank {first.rank} and {said[1]} on rank {part.rank}"
+    return None
+
+
+@dataclass(slots=True)
+class ReplicaComparison:
+    """Compares parts that should be equal, by the CRCs of their records or by their bytes."""
+
+    files: Files
+    left: int = field(default=_MAX_COMPARED_IN_ALL)
+    _kept: tuple[RankTensor, bytes] | None = None
+
+    def equal(self, one: RankTensor, other: RankTensor) -> bool | None:
+        """Whether two parts hold the same elements; None when they are too large to be read."""
+        here, there = one.chunk, other.chunk
+        if one.shape != other.shape or here.box != there.box or one.dtype != other.dtype:
+            return False
+        if here.box.numel == 0 or here.data == there.data:
+            return True
+        if here.codec != there.codec:
+            return None
+        whole = one.fills_record and other.fills_record and here.strides == there.strides
+        if whole and one.crc is not None and other.crc is not None:
+            return one.crc == other.crc
+        if max(here.data.length, there.data.length) > MAX_COMPARED or self.left <= 0:
+            return None
+        self.left -= here.data.length
+        return self._elements(one) == self._elements(other, keep=False)
+
+    def _elements(self, part: RankTensor, *, keep: bool = True) -> bytes:
+        if self._kept is not None and self._kept[0] is part:  # two views may lie in one range
+            return self._kept[1]
+        data = elements(part, self.files)
+        if keep:
+            self._kept = (part, data)
+        return data
+
+
+def elements(part: RankTensor, files: Files) -> bytes:
+    """The elements of a small part, row-major, as they are stored."""
+    data, strides, size = files.read(*part.chunk.data), part.chunk.strides, part.dtype.itemsize
+    if strides is None:
+        return data
+    places = (sum(map(mul, index, strides)) for index in product(*map(range, part.chunk.box.sizes)))
+    return b"".join(data[size * place : size * (place + 1)] for place in places)
 
 
 @dataclass(slots=True)
@@ -77,43 +266,81 @@ def entries_of(root: str, gathered: Gathered, files: Files) -> CheckpointIndex:
     comparison = ReplicaComparison(files)
     replicas = Replicas()
     torn: dict[str, str] = {}
-    for path, parts in gathered.tensors.items():
-        first, joined = parts[0], join(parts, comparison)
-        entry = TensorEntry(
-            names.join(path),
-            path,
-            sections[path],
-            first.dtype,
-            first.shape,
-            joined.chunks,
-            layout=first.layout,
-            compared=not joined.uncompared,
-        )
-        complaint = joined.complaint or _unread_elsewhere(first, gathered.objects.get(path))
-        if complaint is not None:
-            replicas.complaints[entry.fqn] = complaint
-        if joined.unequal is not None:
-            box, lowest, other = joined.unequal
-            if first.is_plain:
-                held = ((part.rank, _as_held(entry, part)) for part in parts)
-                how = f"not the same on ranks {lowest} and {other}"
-                replicas.add_unequal(entry, held, rank=other, how=how)
-                continue
-            torn[entry.fqn] = f"{box} (ranks {lowest} and {other})"
-        replicas.add(entry, several=len(parts) > 1)
+    for path in gathered.tensors:
+        rows = _add_tensor(replicas, path, gathered, sections[path], comparison)
+        if rows is not None:
+            torn[names.join(path)] = rows
     for path, objects in gathered.objects.items():
-        if objects[0].is_tensor and path in gathered.tensors:
-            continue  # said of the tensor
-        _add_object(replicas, path, objects, sections[path])
+        if not objects[0].is_tensor or path not in gathered.tensors:  # else said of the tensor
+            _add_object(replicas, path, objects, sections[path])
     tensors = replicas.sorted(TensorEntry)
+    notes = list(replicas.notes())
+    uncompared = [entry.fqn for entry in tensors if not entry.compared]
+    if uncompared:
+        notes.append(
+            f"Replicas too large to be compared in passing: {some(uncompared)}. verify "
+            "and --check compare them; a copy without --check takes those of the lowest rank."
+        )
     problems = [
         *gathered.clashes,
         *replicas.problems("plain tensors (no DTensors)", hint=_hint(replicas)),
         *([replicas_differ(torn)] if torn else []),
     ]
-    notes = (*replicas.notes(), *_notes(tensors))
-    index = CheckpointIndex(root, "ranks", tensors, replicas.sorted(ObjectEntry), notes=notes)
-    return replace(index, problems=tuple(problems), tree=replicas.within(gathered.tree))
+    return CheckpointIndex(
+        root,
+        "ranks",
+        tensors,
+        replicas.sorted(ObjectEntry),
+        notes=tuple(notes),
+        problems=tuple(problems),
+        tree=replicas.within(gathered.tree),
+    )
+
+
+def _add_tensor(
+    replicas: Replicas,
+    path: Path,
+    gathered: Gathered,
+    section: Section,
+    comparison: ReplicaComparison,
+) -> str | None:
+    """Take in a tensor as the ranks hold it; gives the rows of a shard on which two ranks differ,
+    and which ranks these are.
+    """
+    parts, others = gathered.tensors[path], gathered.objects.get(path)
+    first, joined = parts[0], _joined(parts, comparison)
+    entry = TensorEntry(
+        names.join(path),
+        path,
+        section,
+        first.dtype,
+        first.shape,
+        joined.chunks,
+        layout=first.layout,
+        compared=not joined.uncompared,
+    )
+    if joined.complaint is not None:
+        replicas.complaints[entry.fqn] = joined.complaint
+    elif others is not None and others[0].is_tensor:
+        replicas.complaints[entry.fqn] = (
+            f"it is read on rank {first.rank}, and on rank {others[0].rank} it is a "
+            f"{others[0].type_name}"
+        )
+    if joined.unequal is None or not first.is_plain:
+        replicas.add(entry, several=len(parts) > 1)
+    if joined.unequal is None:
+        return None
+    box, lowest, other = joined.unequal
+    if not first.is_plain:
+        return f"{box} (ranks {lowest} and {other})"
+    alone = replace(entry, compared=True)
+    held = (
+        (one.rank, replace(alone, dtype=one.dtype, shape=one.shape, chunks=(one.chunk,)))
+        for one in parts
+    )
+    how = f"not the same on ranks {lowest} and {other}"
+    replicas.add_unequal(entry, held, rank=other, how=how)
+    return None
 
 
 def _hint(replicas: Replicas) -> str:
@@ -125,41 +352,20 @@ def _hint(replicas: Replicas) -> str:
     return LEAVE_OUT if has_layouts else JOINED_BY_OWNER
 
 
-def _notes(tensors: Sequence[TensorEntry]) -> Iterator[str]:
-    uncompared = [entry.fqn for entry in tensors if not entry.compared]
-    if uncompared:
-        yield (
-            f"Replicas too large to be compared in passing: {some(uncompared)}. verify "
-            "and --check compare them; a copy without --check takes those of the lowest rank."
-        )
-
-
-def _unread_elsewhere(first: RankTensor, others: Sequence[RankObject] | None) -> str | None:
-    """The complaint of a tensor that cannot be read on some ranks."""
-    other = others[0] if others else None
-    if other is None or not other.is_tensor:
-        return None
-    return f"it is read on rank {first.rank}, and on rank {other.rank} it is a {other.type_name}"
-
-
-def _as_held(entry: TensorEntry, part: RankTensor) -> TensorEntry:
-    """A plain tensor as one rank holds it."""
-    held = (part.chunk,)
-    return replace(entry, dtype=part.dtype, shape=part.shape, chunks=held, compared=True)
-
-
 def _add_object(
     replicas: Replicas, path: Path, held: Sequence[RankObject], section: Section
 ) -> None:
-    first, other = held[0], None if held[0].is_tensor else _first_unequal(held)
-    entry = _object(path, first, section)
-    if other is None:
-        replicas.add(entry, several=len(held) > 1)
-        return
-    is_opened = first.type_name is None and other.type_name is None
-    values = " and ".join(f"{part.value!r} on rank {part.rank}" for part in (first, other))
-    own = ((part.rank, _object(path, part, section)) for part in held)
-    replicas.add_unequal(entry, own, rank=other.rank, how=values if is_opened else "")
+    """Take in an object as the ranks hold it; what is not opened is equal to no other."""
+    first, entry = held[0], _object(path, held[0], section)
+    for other in () if first.is_tensor else held[1:]:
+        are_opened = first.is_opened and other.is_opened
+        if not are_opened or not are_same(other.value, first.value):
+            values = " and ".join(f"{part.value!r} on rank {part.rank}" for part in (first, other))
+            own = ((part.rank, _object(path, part, section)) for part in held)
+            how = values if are_opened else ""
+            replicas.add_unequal(entry, own, rank=other.rank, how=how)
+            return
+    replicas.add(entry, several=len(held) > 1)
 
 
 def _object(path: Path, part: RankObject, section: Section) -> ObjectEntry:
@@ -169,17 +375,7 @@ def _object(path: Path, part: RankObject, section: Section) -> ObjectEntry:
         section=section,
         data=part.data,
         value=part.value,
-        opened=part.type_name is None,
+        opened=part.is_opened,
         type_name=part.type_name,
         flaw=part.flaw,
     )
-
-
-def _first_unequal(held: Sequence[RankObject]) -> RankObject | None:
-    """The first rank's object that is not the lowest rank's; what is not opened never is."""
-    first = held[0]
-    for part in held[1:]:
-        opened = first.type_name is None and part.type_name is None
-        if not opened or not are_same(part.value, first.value):
-            return part
-    return None

@@ -16,8 +16,8 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import checks, file_names
+from ckpt_tools.formats.rank_files.entries import MAX_COMPARED, RankTensor, elements
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
-from ckpt_tools.formats.rank_files.parts import MAX_COMPARED, RankTensor, elements
 from ckpt_tools.formats.rank_files.read import RankHeaders
 from ckpt_tools.storage.reader import Files
 
@@ -78,16 +78,13 @@ def read_headers(
                 hint=f"It should be {families[0].path_of(rank)}.",
             )
         for parts in headers.gathered.tensors.values():
-            parts[:] = [_with_digest(part, files) for part in parts]
+            for at, part in enumerate(parts):
+                # The CRC of its own elements, where others would read them to compare.
+                is_known = part.crc is not None and part.fills_record
+                if not is_known and part.chunk.data.length <= MAX_COMPARED:
+                    crc = crc32(elements(part, files))
+                    parts[at] = part._replace(crc=crc, fills_record=True)
     return headers
-
-
-def _with_digest(part: RankTensor, files: Files) -> RankTensor:
-    """The part with the CRC of its own elements, where others would read them to compare."""
-    known = part.crc is not None and part.fills_record
-    if known or part.chunk.data.length > MAX_COMPARED:
-        return part
-    return part._replace(crc=crc32(elements(part, files)), fills_record=True)
 
 
 def parts_in(headers: RankHeaders) -> dict[str, RankTensor]:

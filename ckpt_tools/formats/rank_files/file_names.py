@@ -59,32 +59,23 @@ class Family(NamedTuple):
 def parse(path: str) -> RankFile | None:
     """What the name of a file says, or None when it is no name of a per-rank file."""
     name = os.path.basename(path)
-    stem, suffix = os.path.splitext(name)
     ranks = list(_RANK.finditer(name))
-    if suffix.lower() not in SUFFIXES or len(ranks) != 1 or "*" in name:
+    if not name.lower().endswith(SUFFIXES) or len(ranks) != 1 or "*" in name:
         return None
     (rank,) = ranks
     if _FOREIGN.search(name[: rank.start()]):
         return None
     world = _WORLD.search(name)
     size = rank[2] or (world[1] if world else None)
-    spans = [rank.span(), *([world.span()] if world else [])]
+    stem, _ = os.path.splitext(_WORLD.sub(" ", _RANK.sub(" ", name), count=1))
+    words = [part.strip("-_.") for part in stem.split(" ")]
     return RankFile(
         path=path,
         rank=int(rank[1]),
         world_size=None if size is None else int(size),
-        family=_without(stem, spans),
+        family="_".join(filter(None, words)),
         pattern=name[: rank.start(1)] + "*" + name[rank.end(1) :],
     )
-
-
-def _without(stem: str, spans: Sequence[tuple[int, int]]) -> str:
-    """The stem without these spans, and without the separators that are left over."""
-    kept = list(stem)
-    for start, end in spans:
-        kept[start:end] = " " * (min(end, len(stem)) - start)
-    parts = "".join(kept).split(" ")
-    return "_".join(part.strip("-_.") for part in parts if part.strip("-_."))
 
 
 def families(paths: Iterable[str]) -> list[Family]:

@@ -52,22 +52,17 @@ def families(paths: Iterable[str], options: ReadOptions) -> list[Family]:
         for pattern, group in _groups(paths)
         if (mesh := _mesh(group[0], options)) is not None
     ]
-    sized = list(
-        {
-            frozenset(group): (pattern, group)
-            for pattern, group, size in groups
-            if len(group) == size and _are_of_different_ranks(group, options)
-        }.values()
-    )
+    sized: dict[frozenset[str], tuple[str, list[str]]] = {}
+    for pattern, group, size in groups:
+        if len(group) == size:
+            meshes = [_mesh(path, options) for path in group]
+            stated = [own_rank(mesh) for mesh in meshes if mesh is not None]
+            known = [rank for rank in stated if rank is not None]
+            if len(set(known)) == len(known):
+                sized[frozenset(group)] = pattern, group
     last = [(pattern, group) for pattern, group, _ in groups if _LAST_STAR.search(pattern)]
-    return [_family(pattern, group, options) for pattern, group in sized or last]
-
-
-def _are_of_different_ranks(group: Sequence[str], options: ReadOptions) -> bool:
-    meshes = [_mesh(path, options) for path in group]
-    stated = [None if mesh is None else own_rank(mesh) for mesh in meshes]
-    known = [rank for rank in stated if rank is not None]
-    return len(set(known)) == len(known)
+    chosen = list(sized.values()) or last
+    return [_family(pattern, group, options) for pattern, group in chosen]
 
 
 def _groups(paths: Iterable[str]) -> list[tuple[str, list[str]]]:

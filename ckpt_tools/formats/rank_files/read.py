@@ -33,9 +33,8 @@ from ckpt_tools.formats.pickle.interpret import collector_paused
 from ckpt_tools.formats.pickle.state_dict import StateDict, flatten
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import checks, file_names, numbered
-from ckpt_tools.formats.rank_files.entries import Gathered, entries_of
+from ckpt_tools.formats.rank_files.entries import Gathered, RankObject, entries_of, rank_tensors
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
-from ckpt_tools.formats.rank_files.parts import RankObject, rank_tensors
 from ckpt_tools.formats.torch_file.open import SavedFile, open_saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.paths import is_address
@@ -74,7 +73,11 @@ def read_index(
     UsageError for several families that are not one checkpoint, and UnreadableError when no file
     can be read. Missing or damaged ranks, and ranks that disagree, become problems of the index.
     """
-    file_paths = _files_in(path) if isinstance(path, str) else list(path)
+    if isinstance(path, str):
+        inside = [os.path.join(path, name) for name in _names(path)]
+        file_paths = [one for one in inside if paths.is_file(one) or paths.special(one)]
+    else:
+        file_paths = list(path)
     folders = {os.path.dirname(file) for file in file_paths}
     around = next(iter(folders)) if len(folders) == 1 else os.path.commonpath(folders)
     root = path if isinstance(path, str) else around or "."
@@ -99,11 +102,6 @@ def read_index(
                 text = "Ranks were taken from the meshes in the files, not from names"
                 headers.notes.append(f"{text}: {some(ranks)}.")
         return headers.index(root, families, files)
-
-
-def _files_in(folder: str) -> list[str]:
-    inside = [os.path.join(folder, name) for name in _names(folder)]
-    return [path for path in inside if paths.is_file(path) or paths.special(path)]
 
 
 def _names(folder: str) -> list[str]:

@@ -16,7 +16,7 @@ bytes 704 to 720: its archive need not be opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from ckpt_tools.errors import UnreadableError
@@ -98,14 +98,9 @@ def frame_of(archive: Archive, name: str) -> Frame | None:
     holes += [(at, at + 4) for one in varying for at in one.sums]
     if min(holes)[0] < tail_at:
         return None  # its sums stand before the elements, which torch does not do
-    inside = [(a - tail_at, b - tail_at) for a, b in holes]
-    return Frame(head, tail_at, tuple(_around(tail, inside)), tuple(varying))
-
-
-def _around(data: bytes, holes: Iterable[tuple[int, int]]) -> Iterable[tuple[int, bytes]]:
-    """The parts of the data between the holes, each with its place."""
-    at = 0
+    parts, at = [], 0
     for start, end in sorted(holes):
-        yield at, data[at:start]
-        at = end
-    yield at, data[at:]
+        parts.append((at, tail[at : start - tail_at]))
+        at = end - tail_at
+    parts.append((at, tail[at:]))
+    return Frame(head, tail_at, tuple(parts), tuple(varying))

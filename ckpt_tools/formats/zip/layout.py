@@ -115,6 +115,9 @@ def lay_out(
     records are named under: torch takes the file's name without its ending, and ``archive`` when it
     saves to a stream.
     """
+    digest = hashlib.sha256(pickle)
+    digest.update(repr(list(storages)).encode())
+    serialization_id = b"%040d" % (int.from_bytes(digest.digest(), "big") % 10**40)
     # In torch's order: bytes, or how many come later.
     records: list[tuple[str, int | bytes]] = [
         ("data.pkl", pickle),
@@ -123,38 +126,23 @@ def lay_out(
         ("byteorder", b"little"),
         *((f"data/{key}", storage) for key, storage in enumerate(storages)),
         ("version", b"3\n"),
-        (".data/serialization_id", _serialization_id(pickle, storages)),
+        (".data/serialization_id", serialization_id),
     ]
     canvas = _Canvas()
     placed = [
         _put_record(canvas, f"{archive}/{name}".encode(), content) for name, content in records
     ]
     start = canvas.at
-    central = []  # where each entry of the directory begins
+    slots = []
     for record in placed:
-        central.append(canvas.at)
+        sums = record.descriptor + _CRC_IN_DESCRIPTOR, canvas.at + _CRC_IN_CENTRAL_HEADER
         canvas.put(_central_entry(record))
+        if record.is_slot:
+            offset = record.descriptor - record.length
+            slots.append(Slot(offset, record.length, sums if record.length else ()))
     _put_end(canvas, start=start, count=len(placed))
     canvas.close()
-    slots = tuple(
-        Slot(
-            record.descriptor - record.length,
-            record.length,
-            (record.descriptor + _CRC_IN_DESCRIPTOR, place + _CRC_IN_CENTRAL_HEADER)
-            if record.length
-            else (),
-        )
-        for record, place in zip(placed, central, strict=True)
-        if record.is_slot
-    )
-    return ArchiveLayout(canvas.at, tuple(canvas.literals), slots)
-
-
-def _serialization_id(pickle: bytes, storages: Sequence[int | bytes]) -> bytes:
-    """Forty decimal digits, like torch's."""
-    digest = hashlib.sha256(pickle)
-    digest.update(repr(list(storages)).encode())
-    return b"%040d" % (int.from_bytes(digest.digest(), "big") % 10**40)
+    return ArchiveLayout(canvas.at, tuple(canvas.literals), tuple(slots))
 
 
 def _put_record(canvas: _Canvas, name: bytes, content: int | bytes) -> _Placed:

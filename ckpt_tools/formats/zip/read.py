@@ -222,7 +222,8 @@ def read_archive(
     ``read(offset, length)`` gives bytes of the file, ``where`` names it in errors. The last bytes,
     as many as the ``window``, are read first: smaller archives cost one read.
 
-    Raises UnreadableError when the bytes are no such archive, or one that is cut or damaged.
+    Raises UnreadableError when the bytes are no such archive, or one that is cut or damaged, and
+    UnsupportedError when it holds a program, which is no state dict.
     """
     source = _Source(read, offset=offset, length=length, where=where, window=window)
     start, size, count = _directory_place(source)
@@ -231,7 +232,9 @@ def read_archive(
     entries: dict[str, _DirectoryEntry] = {}
     folders: set[bytes] = set()
     directory = source.take(start, size)
-    _refuse_program(directory, where)
+    for records, what, way in _PROGRAMS:
+        if any(record in directory for record in records):
+            raise UnsupportedError(f"{where} is {what}, not a state dict.", hint=way)
     for entry in _directory(directory, where, start=start):
         folder, _, name = entry.name.partition(b"/")
         text = name.decode("utf-8", "backslashreplace")
@@ -268,13 +271,6 @@ _PROGRAMS = (
         "Load it with torch.package.PackageImporter, and save the state dict of its model.",
     ),
 )
-
-
-def _refuse_program(directory: bytes, where: str) -> None:
-    """Raise UnsupportedError for an archive that holds a program, which is no state dict."""
-    for records, what, way in _PROGRAMS:
-        if any(record in directory for record in records):
-            raise UnsupportedError(f"{where} is {what}, not a state dict.", hint=way)
 
 
 def require_little_endian(archive: Archive) -> None:

@@ -26,7 +26,6 @@ TINY = Sizes(
     fetched_gap=48,
     gap=64,
     pieces=2,
-    few_chunks=1,
     proof_group=512,
     checked=512,
     checked_edge=128,

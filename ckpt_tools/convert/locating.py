@@ -35,8 +35,7 @@ def located_tasks(tasks: list[Task], source: CheckpointIndex, files: Files) -> l
         for group, entry in zip(groups, formats.located_in(source, entries, files), strict=True):
             for one, chunk in zip(group, entry.chunks, strict=True):
                 one.reads[one.at] = one.read._replace(chunk=chunk)
-    few = files.sizes.few_chunks
-    known = {key: KnownReads(reads, few=few) for key, reads in reads_of.items()}
+    known = {key: KnownReads(reads) for key, reads in reads_of.items()}
     return [
         task._replace(
             pieces=tuple(

@@ -187,7 +187,7 @@ def read_box(
     short or cannot be read.
     """
     itemsize = entry.dtype.itemsize
-    known = KnownReads(Finder(entry).reads(box), few=files.sizes.few_chunks)
+    known = KnownReads(Finder(entry).reads(box))
     wanted = files.sizes.slab if slab_bytes is None else slab_bytes
     slab_bytes = max(itemsize, min(wanted, box.numel * itemsize))
     buffer = memoryview(bytearray(slab_bytes))

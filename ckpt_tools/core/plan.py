@@ -33,20 +33,17 @@ class Reads(Protocol):
 
 
 class KnownReads:
-    """Reads that were found already, of all boxes that will be asked for.
+    """Reads that were found already, of all boxes that will be asked for."""
 
-    Those that meet a box are looked up when there are more than ``few``, else tried.
-    """
+    __slots__ = ("_boxes", "_found")
 
-    __slots__ = ("_boxes", "_few", "_found")
-
-    def __init__(self, found: Sequence[ReadItem], *, few: int = 1) -> None:
-        self._found, self._few = found, few
+    def __init__(self, found: Sequence[ReadItem]) -> None:
+        self._found = found
         self._boxes: BoxFinder | None = None
 
     def reads(self, box: Box) -> Sequence[ReadItem]:
         """Those that may reach into the box."""
-        if len(self._found) <= self._few:
+        if len(self._found) <= 1:
             return self._found
         if self._boxes is None:
             self._boxes = BoxFinder(read.box for read in self._found)

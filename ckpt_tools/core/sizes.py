@@ -55,8 +55,6 @@ class Sizes:
     gap: int = 16 << 10
     # A small item in more pieces (a number) than this is gathered on its own.
     pieces: int = 64
-    # Of an item in more chunks (a number) those that meet a box are looked up, not tried.
-    few_chunks: int = 4
 
     # What is proven. Smaller tensors are worked on in groups of this.
     proof_group: int = 4 << 20

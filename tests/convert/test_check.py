@@ -226,7 +226,7 @@ def test_large_records_are_checked_without_reading_them_again(
         return real(self, data)
 
     monkeypatch.setattr(damage._Checker, "_blocks", blocks)
-    monkeypatch.setattr("ckpt_tools.formats.zip.checksums._PART_BYTES", 3 * mib)
+    monkeypatch.setattr("ckpt_tools.formats.zip.archives._PART_BYTES", 3 * mib)
     state = {"w": torch.arange(4 * mib).view(torch.float32), "v": torch.ones(mib)}
     source = tmp_path / ("source.pt" if kind == "one file" else "source")
     if kind == "one file":

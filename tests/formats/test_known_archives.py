@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pickled import CHECKPOINTS
 
 from ckpt_tools.formats import locate, read_index
-from ckpt_tools.formats.zip.frames import KnownArchives
+from ckpt_tools.formats.zip.archives import KnownArchives
 from ckpt_tools.formats.zip.read import read_archive
 from ckpt_tools.storage.reader import Files
 

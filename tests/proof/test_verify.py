@@ -22,7 +22,7 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.zip.checksums import Archives
+from ckpt_tools.formats.zip.archives import Archives
 from ckpt_tools.formats.zip.read import Archive
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
@@ -114,7 +114,7 @@ def test_a_record_read_in_parts_has_the_same_checksum(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = full(CHECKPOINTS / name).reading
-    monkeypatch.setattr("ckpt_tools.formats.zip.checksums._PART_BYTES", 100)
+    monkeypatch.setattr("ckpt_tools.formats.zip.archives._PART_BYTES", 100)
     parts = full(CHECKPOINTS / name, threads=3).reading
     assert whole is not None
     assert parts is not None
@@ -129,7 +129,7 @@ def test_a_damage_is_found_in_a_record_read_in_parts(
     path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
     chunks = [chunk.data for entry in located(path).tensors for chunk in entry.chunks]
     data = max(chunks, key=lambda data: data.length)
-    monkeypatch.setattr("ckpt_tools.formats.zip.checksums._PART_BYTES", 20)
+    monkeypatch.setattr("ckpt_tools.formats.zip.archives._PART_BYTES", 20)
     assert data.length > 40
     flip(data.path, data.offset + 30)
     (problem,) = full(path).problems

@@ -4,7 +4,7 @@
 says of itself against what `.metadata` says of it. torch 2.13 itself writes directories in which
 the two disagree (FSDP2 over a tensor-parallel dimension that does not divide).
 
-Items of one shape and type are equal but for their elements and checksums (`zip.frames`), so that
+Items of one shape and type are equal but for their elements and checksums (`zip.archives`), so that
 only the first is parsed, and others are recognised by their bytes (`Templates`).
 """
 
@@ -36,9 +36,14 @@ from ckpt_tools.formats.pickle.rebuild import RESAVE
 from ckpt_tools.formats.pickle.stored import Stored, StoredTensor
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart, is_there, lengths_of, plain_parts
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved, strides_of
-from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
-from ckpt_tools.formats.zip.frames import MAX_FRAME, KnownArchives
+from ckpt_tools.formats.zip.archives import (
+    MAX_FRAME,
+    Archives,
+    KnownArchives,
+    crc_of_elements,
+    parts_of_files,
+)
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
 
@@ -177,7 +182,7 @@ class _Opener:
             tail = block(frame.tail_at, length - frame.tail_at)
             name, start, end, _ = frame.varying[0]
             record = ByteRange(path, offset + start, end - start)
-            self._keep_crc(item, record, checksums.crc_of_elements(frame, *tail), name)
+            self._keep_crc(item, record, crc_of_elements(frame, *tail), name)
         return place
 
     def _keep_crc(self, item: ByteRange, record: ByteRange, crc: int | None, name: str) -> None:
@@ -274,7 +279,7 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     objects = [*index.objects, *(one.item for one in index.packed)]
     items += [(one.data, one.codec) for one in objects]
     only_items: set[str] = set()
-    archives = checksums.Archives(files)
+    archives = Archives(files)
     for data, codec in items:
         if codec not in ARCHIVES or not is_there(data, lengths):
             continue
@@ -292,11 +297,11 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
             yield from plain_parts(path, lengths[path])
     beside = [file for file in index.files if file.path in others]
     beside = [file for file in beside if not file.path.endswith(_NO_ARCHIVES)]
-    yield from checksums.parts_of_files(replace(index, files=tuple(beside)), files)
+    yield from parts_of_files(replace(index, files=tuple(beside)), files)
 
 
 def _inflated_records(files: Files, data: ByteRange, window: Window) -> Iterator[Checksummed]:
-    for one in checksums.Archives(files).records(unpacked(files, data, ZSTD), window):
+    for one in Archives(files).records(unpacked(files, data, ZSTD), window):
         yield one._replace(stored=data)
 
 

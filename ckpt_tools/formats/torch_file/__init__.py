@@ -22,9 +22,9 @@ class TorchSave(PackageFormat):
         return locate.locate(index, files)
 
     def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[ChecksumPart]:
-        from ckpt_tools.formats.zip import checksums
+        from ckpt_tools.formats.zip import archives
 
-        return checksums.parts_of_files(index, files)
+        return archives.parts_of_files(index, files)
 
 
 class TorchFile(TorchSave):

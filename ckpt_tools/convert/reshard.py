@@ -27,7 +27,6 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard, on_mesh
 from ckpt_tools.core.mesh_spec import (
-    PlaceRule,
     default_placements,
     described,
     fsdp_order,
@@ -56,12 +55,12 @@ class ReshardOptions(EntryOptions):
     """The target: a mesh, the placements of tensors on it, the format, and which tensors to write.
 
     A mesh of no dimension keeps the boxes that the source has, uneven ones too. ``placements`` None
-    means FSDP2's own; ``rules`` overrule them by name, the last match wins; ``like`` takes each
-    tensor's layout from another checkpoint where that has one. ``layout`` is the framework whose
-    loader the output is for. ``param_names`` name a numbered optimizer's parameters in its order;
-    empty, they are those that its groups store. ``torch_version`` is the torch of the job that will
-    load rank files: None for that of rank files that are the source, else the installed one, else
-    the newest known.
+    means FSDP2's own; ``rules`` of a glob (a regex after ``re:``) and placements overrule them by
+    name, the last match wins; ``like`` takes each tensor's layout from another checkpoint where
+    that has one. ``layout`` is the framework whose loader the output is for. ``param_names`` name a
+    numbered optimizer's parameters in its order; empty, they are those that its groups store.
+    ``torch_version`` is the torch of the job that will load rank files: None for that of rank files
+    that are the source, else the installed one, else the newest known.
     """
 
     mesh: Mesh = option(
@@ -74,7 +73,7 @@ class ReshardOptions(EntryOptions):
         parse=parse_mesh,
     )
     placements: tuple[Placement, ...] | None = None
-    rules: tuple[PlaceRule, ...] = ()
+    rules: tuple[tuple[str, tuple[Placement, ...]], ...] = ()
     like: CheckpointIndex | None = None
     format: str = option(
         formats.targets("shards")[0].name,
@@ -380,7 +379,7 @@ def _layouts(
     tensors: Sequence[TensorEntry], options: ReshardOptions, *, sharded: frozenset[str]
 ) -> dict[str, Layout | None]:
     """The layout of each tensor on the target mesh; None for one that each rank holds whole."""
-    rules = [(names.selector((rule.pattern,), ()), rule.placements) for rule in options.rules]
+    rules = [(names.selector((pattern,), ()), cut_so) for pattern, cut_so in options.rules]
     like = _layouts_of(options.like) if options.like is not None else {}
     # What the source's job held whole on each rank beside sharded tensors (buffers, random states)
     # stays so. Of a source that stores everything whole, weights and optimizer state are cut.

@@ -80,8 +80,8 @@ class Task(NamedTuple):
 class Share:
     """Worker ``index`` of ``count`` (0-based) does its own part of the tasks.
 
-    ``before`` bytes of files that it is not given lie before those that it is, of ``total`` in all
-    files; None when it is given all.
+    ``before`` bytes of what it is not given lie before what it is, of ``total`` in all files; None
+    when it is given all.
     """
 
     index: int
@@ -210,10 +210,23 @@ def check_memory(threads: int | None, max_memory: int) -> None:
 def share_of(tasks: Sequence[Task], share: Share) -> list[Task]:
     """The tasks of one worker: neighbours stay together, and bytes are as even as that allows.
 
-    All tasks of an item with a CRC-32 go to one worker. Every task goes to exactly one.
+    ``tasks`` are all, or some before which ``share.before`` of ``share.total`` bytes lie. All tasks
+    of an item with a CRC-32 go to one worker. Every task goes to exactly one.
     """
-    total = sum(task.nbytes for task in tasks)
-    return _part_of(tasks, share, before=0, total=total)
+    if share.count == 1:
+        return list(tasks)
+    total = sum(task.nbytes for task in tasks) if share.total is None else share.total
+    before = share.before
+    mine: list[Task] = []
+    for _, same in groupby(tasks, key=_unit):
+        unit = list(same)
+        nbytes = sum(task.nbytes for task in unit)
+        middle = 2 * before + nbytes
+        index = min(share.count - 1, middle * share.count // max(1, 2 * total))
+        if index == share.index:
+            mine += unit
+        before += nbytes
+    return mine
 
 
 def files_of_share(plans: LazyPlans, share: Share) -> tuple[LazyPlans, Share]:
@@ -239,35 +252,19 @@ def groups_of(
     Plans are made here, a bounded part of them at a time.
     """
     plans, share = files_of_share(plans, share)
-    before, held = share.before, 0
+    held = 0
     group: list[FilePlan] = []
     tasks: list[Task] = []
     for plan in plans:
         group.append(plan)
-        tasks += _part_of(list(cut(plan, sizes.task)), share, before=before, total=share.total or 0)
-        before += plan.length
+        tasks += share_of(list(cut(plan, sizes.task)), share)
+        share = replace(share, before=share.before + plan.length)
         literals = {id(data): len(data) for _, data in plan.literals}  # many items share theirs
         held += sum(literals.values()) + _ITEM_BYTES * len(plan.items)
         if held > (sizes.plans if len(group) >= sizes.plan_files else sizes.most_plans):
             yield group, tasks
             group, tasks, held = [], [], 0
     yield group, tasks
-
-
-def _part_of(tasks: Sequence[Task], share: Share, *, before: int, total: int) -> list[Task]:
-    """The tasks of one worker among some, before which ``before`` of ``total`` bytes lie."""
-    if share.count == 1:
-        return list(tasks)
-    mine: list[Task] = []
-    for _, same in groupby(tasks, key=_unit):
-        unit = list(same)
-        nbytes = sum(task.nbytes for task in unit)
-        middle = 2 * before + nbytes
-        index = min(share.count - 1, middle * share.count // max(1, 2 * total))
-        if index == share.index:
-            mine += unit
-        before += nbytes
-    return mine
 
 
 def _unit(task: Task) -> tuple[str, int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ckpt_tools.core.layout import Mesh, Placement, Replicate, Shard
 from ckpt_tools.errors import UsageError
@@ -25,14 +24,6 @@ _SHARD_NAMES = frozenset(
 )
 # FSDP2's own reading of a mesh of one or two sizes without names.
 FSDP2_NAMES = ("dp_replicate", "dp_shard")
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceRule:
-    """Tensors whose names match ``pattern`` (a glob, or a regex after ``re:``) lie like this."""
-
-    pattern: str
-    placements: tuple[Placement, ...]
 
 
 def parse_mesh(text: str, unnamed: tuple[str, ...] = FSDP2_NAMES) -> Mesh:
@@ -84,14 +75,17 @@ def parse_placements(text: str, mesh: Mesh) -> tuple[Placement, ...]:
     return tuple(placements)
 
 
-def parse_rule(text: str, mesh: Mesh) -> PlaceRule:
-    """The rule that ``GLOB=S(0),S(1)`` means. Raises UsageError as `parse_placements` does."""
+def parse_rule(text: str, mesh: Mesh) -> tuple[str, tuple[Placement, ...]]:
+    """The pattern of names and the placements that ``GLOB=S(0),S(1)`` means, or one of a regex.
+
+    Raises UsageError as `parse_placements` does.
+    """
     pattern, equals, placements = text.rpartition("=")
     if not equals or not pattern:
         raise UsageError(
             f"{text!r} is not a rule.", hint="For example --place '*.wq.weight=S(0),S(0)'."
         )
-    return PlaceRule(pattern, parse_placements(placements, mesh))
+    return pattern, parse_placements(placements, mesh)
 
 
 def default_placements(mesh: Mesh) -> tuple[Placement, ...]:

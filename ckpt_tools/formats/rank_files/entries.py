@@ -191,7 +191,6 @@ class ReplicaComparison:
 
     files: Files
     left: int = field(default=_MAX_COMPARED_IN_ALL)
-    _kept: tuple[RankTensor, bytes] | None = None
 
     def equal(self, one: RankTensor, other: RankTensor) -> bool | None:
         """Whether two parts hold the same elements; None when they are too large to be read."""
@@ -208,15 +207,7 @@ class ReplicaComparison:
         if max(here.data.length, there.data.length) > MAX_COMPARED or self.left <= 0:
             return None
         self.left -= here.data.length
-        return self._elements(one) == self._elements(other, keep=False)
-
-    def _elements(self, part: RankTensor, *, keep: bool = True) -> bytes:
-        if self._kept is not None and self._kept[0] is part:  # two views may lie in one range
-            return self._kept[1]
-        data = elements(part, self.files)
-        if keep:
-            self._kept = (part, data)
-        return data
+        return elements(one, self.files) == elements(other, self.files)
 
 
 def elements(part: RankTensor, files: Files) -> bytes:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field
-from typing import Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, TypeVar
 
 from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of Python 3.11
 
 # The headings of a command's help, in their order.
 Heading = Literal[
@@ -59,41 +62,36 @@ class Option(NamedTuple):
         return max(self.names.split(), key=len)
 
 
-def option(  # noqa: PLR0913 (an option is described in one call, here and below)
+class _Shown(TypedDict, total=False):
+    """How an option of any kind stands in the help, and who else may say it: fields of `Option`."""
+
+    metavar: str
+    heading: Heading
+    after: str
+    shown: str
+    at_least: int
+    own: bool
+    complete: Completion
+
+
+def option(
     default: T,
     names: str,
     text: str = "",
     *,
-    metavar: str | None = None,
-    heading: Heading = "Options",
-    after: str | None = None,
     typed: str | Callable[[], str] | None = None,
-    shown: str | None = None,
-    at_least: int | None = None,
-    own: bool = False,
-    complete: Completion | None = None,
     parse: Callable[[str], T] | None = None,
     choices: Mapping[str, T] | Sequence[T] = (),
+    **shown: Unpack[_Shown],
 ) -> T:
     """A field with a default; a flag turns it over.
 
     A ValueError of ``parse`` is reported with the option's name, a UsageError as it is.
     """
     named = choices if isinstance(choices, Mapping) else {str(one): one for one in choices}
-    described = Option(
-        names,
-        text,
-        metavar,
-        heading,
-        after=after,
-        typed=next((text for text, value in named.items() if value == default), typed),
-        shown=shown,
-        at_least=at_least,
-        own=own,
-        complete=complete,
-        parse=named.__getitem__ if named else parse,
-        choices=tuple(named),
-    )
+    typed = next((text for text, value in named.items() if value == default), typed)
+    parse = named.__getitem__ if named else parse
+    described = Option(names, text, typed=typed, parse=parse, choices=tuple(named), **shown)
     return field(default=default, metadata={_KEY: described})
 
 
@@ -101,32 +99,19 @@ def repeated(
     names: str,
     text: str | Callable[[], str] = "",
     *,
-    metavar: str | None = None,
-    heading: Heading = "Options",
-    after: str | None = None,
-    own: bool = False,
     parse: Callable[[str], T],
+    **shown: Unpack[_Shown],
 ) -> tuple[T, ...]:
     """A field of all values that are given, none by default."""
-    described = Option(
-        names, text, metavar, heading, after=after, own=own, parse=parse, repeated=True
-    )
+    described = Option(names, text, parse=parse, repeated=True, **shown)
     return field(default=(), metadata={_KEY: described})
 
 
 def required(
-    names: str,
-    text: str = "",
-    *,
-    metavar: str | None = None,
-    heading: Heading = "Options",
-    own: bool = False,
-    complete: Completion | None = None,
-    parse: Callable[[str], T],
+    names: str, text: str = "", *, parse: Callable[[str], T], **shown: Unpack[_Shown]
 ) -> T:
     """A field without a default."""
-    described = Option(names, text, metavar, heading, own=own, complete=complete, parse=parse)
-    made: T = field(metadata={_KEY: described})
+    made: T = field(metadata={_KEY: Option(names, text, parse=parse, **shown)})
     return made
 
 

@@ -126,7 +126,14 @@ def _step(source: DType, target: DType, block: int) -> Step:
     if source.bits == 8:
         return _look_up(_encode(_values(source.name), target))
     if source.bits == 64 and target.bits < 32:
-        return _through_float32(target, block)
+        rest, middle = _step(BY_NAME["float32"], target, block), np.empty(block, np.float32)
+
+        def through_float32(words: Words, out: Words) -> None:
+            part = middle[: len(words)]
+            part[...] = words
+            rest(part, out)
+
+        return through_float32
     if target.bits > 8:
         return _by_ml_dtypes
     if source.bits == 16:
@@ -157,18 +164,6 @@ def _look_up(table: Words) -> Step:
         np.take(bits, words.view(index), out=out.view(bits.dtype))
 
     return look_up
-
-
-def _through_float32(target: DType, block: int) -> Step:
-    rest = _step(BY_NAME["float32"], target, block)
-    middle = np.empty(block, np.float32)
-
-    def through_float32(words: Words, out: Words) -> None:
-        part = middle[: len(words)]
-        part[...] = words
-        rest(part, out)
-
-    return through_float32
 
 
 @lru_cache

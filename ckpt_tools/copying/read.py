@@ -16,7 +16,7 @@ from ckpt_tools.copying.strided import (
     Job,
     StridedCopy,
     blocks_of,
-    copy_of,
+    copies_of,
     runs_of,
     span_of,
     steps,
@@ -26,7 +26,6 @@ from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import ByteRange, TensorEntry
 from ckpt_tools.core.plan import Finder, KnownReads, ReadItem
 from ckpt_tools.core.progress import ignore_bytes
-from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
@@ -58,15 +57,7 @@ class ChunkReader:
         Raises CheckpointError when the reads do not hold every element once, UnreadableError when a
         file is truncated or cannot be read.
         """
-        filled = 0
-        copies: list[StridedCopy] = []
-        for read in reads:
-            part = read.box.intersect(box)
-            if part is not None:
-                copies.append(copy_of(read, part, within=box, itemsize=itemsize))
-                filled += part.numel
-        if filled != box.numel:
-            raise CheckpointError(f"The reads of {box} give {filled:,} of {box.numel:,} elements.")
+        copies = copies_of(reads, box, itemsize=itemsize)
         for copy in copies:
             if self._files.has_descriptor(copy.path):
                 with self._files.descriptor(copy.path) as fd:

@@ -78,6 +78,22 @@ def copy_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> Strided
     return StridedCopy(chunk.data.path, start, target * itemsize, unit, itemsize, tuple(dims))
 
 
+def copies_of(reads: Sequence[ReadItem], box: Box, *, itemsize: int) -> list[StridedCopy]:
+    """The copies that fill the packed row-major memory of a box.
+
+    Raises CheckpointError when the reads do not hold every element once, and as `copy_of` does.
+    """
+    parts = [(read, read.box.intersect(box)) for read in reads]
+    filled = sum(part.numel for _, part in parts if part is not None)
+    if filled != box.numel:
+        raise CheckpointError(f"The reads of {box} give {filled:,} of {box.numel:,} elements.")
+    return [
+        copy_of(read, part, within=box, itemsize=itemsize)
+        for read, part in parts
+        if part is not None
+    ]
+
+
 def _joined(dims: Sequence[Dim]) -> list[Dim]:
     """The same steps in as few dimensions as possible."""
     out: list[Dim] = []
@@ -142,24 +158,15 @@ def span_of(copy: StridedCopy) -> int:
 def runs_of(reads: Sequence[ReadItem], box: Box, *, itemsize: int) -> list[StridedCopy] | None:
     """The copies that fill a box, in the order of the buffer, where each is one run of bytes.
 
-    None when an element lies alone on either side, or the reads do not hold every one once.
-    Raises CheckpointError as `copy_of` does.
+    None when an element lies alone on either side. Raises CheckpointError as `copies_of` does.
     """
-    runs: list[StridedCopy] = []
-    for read in reads:
-        part = read.box.intersect(box)
-        if part is not None and part.numel:
-            copy = copy_of(read, part, within=box, itemsize=itemsize)
-            if copy.dims:
-                return None
-            runs.append(copy)
-    runs.sort(key=lambda copy: copy.target)
+    runs = sorted(copies_of(reads, box, itemsize=itemsize), key=lambda copy: copy.target)
     end = 0
     for copy in runs:
-        if copy.target != end:
+        if copy.dims or copy.target != end:
             return None
         end += copy.unit
-    return runs if end == box.numel * itemsize else None
+    return runs
 
 
 def add_jobs(item: WriteItem, target: int, jobs: list[Job], *, most: int) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.copying.parallel import IMPORTING
 from ckpt_tools.copying.read import ChunkReader, OnRun
-from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, copy_of, runs_of, span_of
+from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, copies_of, runs_of, span_of
 from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of
 from ckpt_tools.core.crc import combine, crc32
 from ckpt_tools.core.geometry import Box, slabs
@@ -233,11 +233,12 @@ class TaskWriter:
         if first is None or self._files.has_descriptor(first.chunk.data.path):
             return
         copies = [
-            copy_of(read, part, within=piece.box, itemsize=piece.item.source.itemsize)
+            copy
             for piece in task.pieces
             for finder in _finders(piece.item)
-            for read in finder.reads(piece.box)
-            if (part := read.box.intersect(piece.box)) is not None
+            for copy in copies_of(
+                finder.reads(piece.box), piece.box, itemsize=piece.item.source.itemsize
+            )
         ]
         if sum(map(span_of, copies)) <= self._room:
             self._files.fetch((copy.path, copy.source, span_of(copy)) for copy in copies)

@@ -117,41 +117,32 @@ def rank_tensors(stored: Stored, saved: SavedFile, rank: int) -> Iterator[RankTe
         )
 
 
-class _Joined(NamedTuple):
-    """The parts of a tensor put together; ``complaint`` says why it must not be used as it is.
+def _chunks_of(
+    parts: Sequence[RankTensor], comparison: ReplicaComparison
+) -> tuple[tuple[Chunk, ...], tuple[Box, int, int] | None, bool]:
+    """The chunks of a tensor, from the parts of its ranks, which come in the order of the ranks.
 
-    ``unequal`` are a box and two ranks that hold other elements of it, the lowest and another;
-    ``uncompared`` says that something was too large to be compared.
+    Also a box and two ranks that hold other elements of it, the lowest and another, and whether all
+    that should be equal was small enough to be compared.
     """
-
-    chunks: tuple[Chunk, ...]
-    complaint: str | None
-    unequal: tuple[Box, int, int] | None
-    uncompared: bool
-
-
-def _joined(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> _Joined:
-    """One tensor from the parts of its ranks, which come in the order of the ranks."""
     first = parts[0]
-    complaint = next((part.flaw for part in parts if part.flaw is not None), None)
     groups: dict[Box, list[RankTensor]] = {}
     for part in parts:
         if first.is_plain:  # every rank has all of it
             groups.setdefault(first.chunk.box, []).append(part)
         elif part.flaw is None and part.shape == first.shape:
             groups.setdefault(part.chunk.box, []).append(part)
-    chunks, unequal, uncompared = [], None, False
+    chunks, unequal, compared = [], None, True
     for box, (one, *others) in groups.items():
         verdicts = [comparison.equal(one, other) for other in others]
-        uncompared = uncompared or None in verdicts
+        compared = compared and None not in verdicts
         if False in verdicts:
             unequal = unequal or (box, one.rank, others[verdicts.index(False)].rank)
         pairs = zip(others, verdicts, strict=True)
         alike = [other for other, is_equal in pairs if is_equal is not False]
         # Plain tensors that differ may even be of another shape.
         chunks.append(chunk_of([one, *(alike if first.is_plain else others)]))
-    complaint = _disagreement(first, parts) if complaint is None else complaint
-    return _Joined(tuple(chunks), complaint, unequal, uncompared)
+    return tuple(chunks), unequal, compared
 
 
 def chunk_of(group: Sequence[RankTensor]) -> Chunk:
@@ -298,30 +289,24 @@ def _add_tensor(
     """Take in a tensor as the ranks hold it; gives the rows of a shard on which two ranks differ,
     and which ranks these are.
     """
-    parts, others = gathered.tensors[path], gathered.objects.get(path)
-    first, joined = parts[0], _joined(parts, comparison)
+    parts, others = gathered.tensors[path], gathered.objects.get(path, ())
+    first, fqn = parts[0], names.join(path)
+    chunks, unequal, compared = _chunks_of(parts, comparison)
     entry = TensorEntry(
-        names.join(path),
-        path,
-        section,
-        first.dtype,
-        first.shape,
-        joined.chunks,
-        layout=first.layout,
-        compared=not joined.uncompared,
+        fqn, path, section, first.dtype, first.shape, chunks, first.layout, compared=compared
     )
-    if joined.complaint is not None:
-        replicas.complaints[entry.fqn] = joined.complaint
-    elif others is not None and others[0].is_tensor:
-        replicas.complaints[entry.fqn] = (
-            f"it is read on rank {first.rank}, and on rank {others[0].rank} it is a "
-            f"{others[0].type_name}"
-        )
-    if joined.unequal is None or not first.is_plain:
+    flaws = (part.flaw for part in parts if part.flaw is not None)
+    complaint = next(flaws, None) or _disagreement(first, parts)
+    if complaint is None and others and others[0].is_tensor:
+        here, there = f"it is read on rank {first.rank}", f"on rank {others[0].rank}"
+        complaint = f"{here}, and {there} it is a {others[0].type_name}"
+    if complaint is not None:
+        replicas.complaints[fqn] = complaint
+    if unequal is None or not first.is_plain:
         replicas.add(entry, several=len(parts) > 1)
-    if joined.unequal is None:
+    if unequal is None:
         return None
-    box, lowest, other = joined.unequal
+    box, lowest, other = unequal
     if not first.is_plain:
         return f"{box} (ranks {lowest} and {other})"
     alone = replace(entry, compared=True)

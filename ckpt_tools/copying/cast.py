@@ -202,11 +202,9 @@ def write_mean(raws: Iterable[memoryview], mean: Mean, dtype: DType, out: memory
     with np.errstate(over="ignore", invalid="ignore"):
         for (weight, _), raw in zip(mean.terms, raws, strict=True):
             part = numbers(raw, dtype)
-            if weight != 1:  # most are: a pass over memory less, a tenth of the time
-                part *= weight
+            part *= weight
             if total is not None:
-                if mean.keep != 1:
-                    total *= mean.keep
+                total *= mean.keep
                 part += total
             total = part
         if total is not None:

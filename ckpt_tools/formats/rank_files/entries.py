@@ -302,12 +302,12 @@ def _add_tensor(
         complaint = f"{here}, and {there} it is a {others[0].type_name}"
     if complaint is not None:
         replicas.complaints[fqn] = complaint
-    if unequal is None or not first.is_plain:
-        replicas.add(entry, several=len(parts) > 1)
     if unequal is None:
+        replicas.add(entry, several=len(parts) > 1)
         return None
     box, lowest, other = unequal
     if not first.is_plain:
+        replicas.add(entry, several=len(parts) > 1)
         return f"{box} (ranks {lowest} and {other})"
     alone = replace(entry, compared=True)
     held = (

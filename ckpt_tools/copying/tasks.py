@@ -241,7 +241,7 @@ def files_of_share(plans: LazyPlans, share: Share) -> tuple[LazyPlans, Share]:
                 first, start = place, before
             end = place + 1
         before += file.length
-    return plans[first or 0 : end], replace(share, before=start, total=total)
+    return LazyPlans(plans.files[first or 0 : end]), replace(share, before=start, total=total)
 
 
 def groups_of(

@@ -20,6 +20,7 @@ from ckpt_tools.copying.task_writer import BLOCK, SLOT, Output, Stopped, TaskWri
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.crc import combine
 from ckpt_tools.core.plan import FilePlan, LazyPlans
+from ckpt_tools.core.progress import Tally
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.paths import is_address
@@ -161,7 +162,7 @@ class _Work:
         on_file: Callable[[str, bool], None] | None,
         on_run: OnRun | None,
     ) -> None:
-        self._outputs, self._on_bytes, self._on_file = outputs, on_bytes, on_file
+        self._outputs, self._tally, self._on_file = outputs, Tally(on_bytes), on_file
         self._on_run = on_run
         self._crc_parts = Counter(
             (task.file.path, task.checked.offset) for task in tasks if task.checked is not None
@@ -213,7 +214,7 @@ class _Work:
         writer = TaskWriter(
             files,
             memory=memory,
-            moved=self._moved,
+            moved=self._tally.add,
             stop=self._stop,
             in_kernel=self._in_kernel,
             on_run=self._on_run,
@@ -239,10 +240,6 @@ class _Work:
                 return part.pop()
             longest = max(self._left, key=len)
             return longest.pop(0) if longest else None
-
-    def _moved(self, nbytes: int) -> None:
-        with self._lock:
-            self._on_bytes(nbytes)
 
     def _check(self, task: Task, value: int) -> None:
         """Write the CRC-32 of an item, of those of its parts, when this was the last task of it."""

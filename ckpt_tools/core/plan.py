@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box, BoxFinder
@@ -13,9 +13,6 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.state_tree import Branch, completed
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
-
-if TYPE_CHECKING:
-    Slice = slice[int | None, int | None, int | None]
 
 
 class ReadItem(NamedTuple):
@@ -126,7 +123,7 @@ class PlannedFile(NamedTuple):
         return FileReads(len(items), nbytes, {read.chunk.data.path for read, _ in reads})
 
 
-class LazyPlans(Sequence[FilePlan]):
+class LazyPlans:
     """The plans of many files, each made whenever it is asked for, and not kept.
 
     4,096 rank files of a large model take gigabytes as plans, and some hundred bytes each as
@@ -156,13 +153,9 @@ class LazyPlans(Sequence[FilePlan]):
         """Number of files."""
         return len(self.files)
 
-    @overload
-    def __getitem__(self, at: int) -> FilePlan: ...
-    @overload
-    def __getitem__(self, at: Slice) -> LazyPlans: ...
-    def __getitem__(self, at: int | Slice) -> FilePlan | LazyPlans:
-        """The plan of one file, or plans of some."""
-        return LazyPlans(self.files[at]) if isinstance(at, slice) else self.files[at].make()
+    def __iter__(self) -> Iterator[FilePlan]:
+        """The plan of each file."""
+        return (file.make() for file in self.files)
 
     def __add__(self, others: LazyPlans) -> LazyPlans:
         """The files of both."""

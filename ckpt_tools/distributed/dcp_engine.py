@@ -101,7 +101,8 @@ class _LoadAndSave:
                 for target in plan.targets
             }
         _load_and_save(state, index.closed(), plan, place.unfinished)
-        self.listener.on_bytes(plan.files[group.rank :: group.size].length)
+        own = plan.files.files[group.rank :: group.size]
+        self.listener.on_bytes(sum(file.length for file in own))
         with group.collective():
             if group.rank == 0:
                 _require_saved(plan, place.unfinished)

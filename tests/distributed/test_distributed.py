@@ -624,7 +624,8 @@ def test_workers_say_now_and_then_how_much_they_have_written(
 
 
 def test_a_worker_that_dies_is_an_error_that_says_how(orders: list[ShareOrder]) -> None:
-    broken = orders[0].plans[0]._replace(path="\0")  # no file can have this name: our fault
+    first = next(iter(orders[0].plans))
+    broken = first._replace(path="\0")  # no file can have this name: our fault
     plans = LazyPlans.of([broken])
     orders = [order._replace(plans=plans) for order in orders]
     with pytest.raises(WriteError, match=r"Worker \d of 2 died \(exit code 1\)"):

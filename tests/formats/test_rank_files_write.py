@@ -433,8 +433,8 @@ def test_well_known_parts_have_files_of_their_own(tmp_path: Path) -> None:
         for family in ("model", "optim", "extra_state")
         for rank in (0, 1)
     ]
-    assert list(torch.load(tmp_path / plans[0].path, weights_only=True)) == ["w"]
-    assert torch.load(tmp_path / plans[4].path, weights_only=True) == {"epoch": 3}
+    assert list(torch.load(tmp_path / plans.files[0].path, weights_only=True)) == ["w"]
+    assert torch.load(tmp_path / plans.files[4].path, weights_only=True) == {"epoch": 3}
 
 
 def test_other_nestings_stay_whole_in_one_file_each(tmp_path: Path) -> None:

@@ -210,6 +210,18 @@ def test_verify_names_the_command_that_rescues_what_is_complete(
     assert run("verify", out).exit_code == 0
 
 
+def test_the_rescue_of_a_name_with_brackets_leaves_out_that_one_alone(tmp_path: Path) -> None:
+    path, zeros = tmp_path / "state.pt", torch.zeros(64)
+    torch.save({"model": {"w[0]": torch.ones(64), "w0": zeros, "v": zeros}}, path)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"\0\0\x80\x3f" * 2, b"\0\0\x80\x40" * 2, 1))
+    told = run("verify", path).stdout
+    found = re.search(r"rescue +ckpt-tools (export .*) -o OUT (-x 'model.w\[\[\]0\]')", told)
+    assert found is not None, told
+    assert run(*shlex.split(f"{found[1]} -o {tmp_path}/out {found[2]}")).exit_code == 0
+    assert "2 tensors" in run("ls", tmp_path / "out").stderr
+
+
 def test_a_lost_file_of_replicas_keeps_nothing_from_being_compared(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     shutil.copytree(RANKS, path)

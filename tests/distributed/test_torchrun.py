@@ -467,6 +467,7 @@ def test_torchrun_runs_the_command_by_its_path_and_needs_no_variable(tmp_path: P
     done = torchrun(2, BIN / "ckpt-tools", *arguments, "-o", tmp_path / "ranks")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("in 3 files") == 1
+    assert done.stdout.endswith(" by 2 ranks\n")
     assert contents(tmp_path / "ranks") == contents(tmp_path / "one")
 
 

@@ -21,9 +21,12 @@ from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.core.progress import ignore_bytes
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.zip.archives import Archives
 from ckpt_tools.formats.zip.read import Archive
+from ckpt_tools.proof import damage
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage import read_everything
@@ -583,6 +586,25 @@ def test_small_items_that_follow_one_another_are_read_together(
     items = sum(len(entry.chunks) for entry in index.tensors)
     assert len(reads) < items / 10
     assert sum(reads) < 2 * bytes_to_read(index)
+
+
+def test_one_thread_looks_up_what_a_copy_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = formats.read_index(str(CHECKPOINTS / WHOLE[0]))
+    chosen: list[int] = []
+    real = damage.choose_threads
+
+    def choose(nbytes: int, sizes: Sizes, *, lanes: int) -> int:
+        chosen.append(real(nbytes, sizes, lanes=lanes))
+        return chosen[-1]
+
+    monkeypatch.setattr(damage, "choose_threads", choose)
+    nothing, everything = KnownCrcs(), KnownCrcs()
+    for file in index.files:
+        everything.add(ByteRange(file.path, 0, file.length or 0), 0)
+    for seen in (nothing, everything):
+        with Files(sizes=Sizes(thread_work=1)) as files:
+            read_everything(index, files, seen=seen, threads=None, on_bytes=ignore_bytes)
+    assert chosen[0] > 1 == chosen[1]
 
 
 def test_what_was_to_be_read_ahead_and_is_not_there_keeps_nothing_from_being_read(

@@ -32,7 +32,7 @@ from ckpt_tools.errors import (
     CheckpointError,
     UsageError,
 )
-from ckpt_tools.storage.waiting import WAITING, wait_for_stores
+from ckpt_tools.storage.waiting import PATIENCE, WAITING, wait_for_stores
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -291,7 +291,7 @@ def _of_all() -> list[click.Parameter]:
             metavar="SECONDS",
             expose_value=False,
             callback=lambda _ctx, _param, value: wait_for_stores(value or WAITING.patience),
-            show_default=f"{WAITING.patience:g}",
+            show_default=f"{PATIENCE:g}",
             help="How long to retry a store that does not answer.",
         ),
         click.Option(

@@ -29,6 +29,7 @@ from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.waiting import PATIENCE
 
 if TYPE_CHECKING:
     import subprocess
@@ -52,7 +53,7 @@ class ShareOrder(NamedTuple):
     place: OutputPlace
     options: WriteOptions
     source: CheckpointIndex | None
-    patience: float = 30.0
+    patience: float = PATIENCE
 
 
 def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: KnownCrcs) -> int:

@@ -9,6 +9,7 @@ from threading import Lock
 from typing import TypeVar
 
 Result = TypeVar("Result")
+PATIENCE = 30.0  # seconds, by default
 
 
 class Waiting:
@@ -21,7 +22,7 @@ class Waiting:
     """
 
     def __init__(self) -> None:
-        self.patience, self.silence, self.pause = 30.0, 3.0, 0.2
+        self.patience, self.silence, self.pause = PATIENCE, 3.0, 0.2
         self.is_stopped = False
         self.on_wait: Callable[[str], object] = lambda _: None
         self._lock = Lock()

@@ -180,27 +180,34 @@ def in_python() -> Iterator[None]:
         raise
 
 
-# Options that the library has as arguments, under the same names but for these two; and those of
-# them that are True or False.
+# Options that the library has as arguments, of the same name but for these; and those of them that
+# are True or False.
 _ARGUMENTS = (
     *("--include", "--exclude", "--only", "--dtype", "--layout", "--to-mesh", "--hf-assets"),
-    *("--step", "--threads", "--max-shard-size", "--weights", "--ema"),
+    *("--step", "--threads", "--max-shard-size", "--weights", "--ema", "--format", "--like"),
+    *("--param-names", "--torch-version"),
 )
 _SWITCHES = ("--force", "--latest", "--latest-complete", "--check", "--resume", "--keep-names")
-_SHORT = {"-x": "exclude", "-i": "include"}
+_RENAMED = {"-x": "exclude", "-i": "include", "--place": "rules", "--dtype-for": "dtypes"}
+# Commands that stand in hints, and what does the same.
+_CALLS = (
+    (r"ckpt-tools ls( --only model)?(?=`)", "list(checkpoint)"),
+    (r"ckpt-tools diff [^`\n]*--clean-names", "diff(a, b, options=DiffOptions(clean=True))"),
+)
 
 
-def _in_python(hint: str) -> str:
-    """A hint with arguments in place of options."""
+def _in_python(text: str) -> str:
+    """A text with arguments in place of options."""
 
     def argument(option: re.Match[str]) -> str:
-        if option[0] not in (*_ARGUMENTS, *_SWITCHES, *_SHORT):
+        if option[0] not in (*_ARGUMENTS, *_SWITCHES, *_RENAMED):
             return option[0]
-        name = _SHORT.get(option[0], option[0].strip("-"))
+        name = _RENAMED.get(option[0], option[0].strip("-"))
         return name.replace("-", "_") + ("=True" if option[0] in _SWITCHES else "")
 
-    hint = hint.replace("`ckpt-tools ls`", "`list(checkpoint)`")
-    return re.sub(r"(?<![\w-])(--[a-z][a-z-]*|-[xi]\b)", argument, hint)
+    for command, call in _CALLS:
+        text = re.sub(command, call, text)
+    return re.sub(r"(?<![\w-])(--[a-z][a-z-]*|-[xi]\b)", argument, text)
 
 
 def _as_arguments(way: Way) -> str:
@@ -218,6 +225,11 @@ class UsageError(CkptError):
     """An option or an argument makes no sense as given."""
 
     exit_code: ClassVar[int] = 2
+
+    def speak_python(self) -> None:
+        """The same, and arguments in the message in place of the options that exclude others."""
+        super().speak_python()
+        self.message = _in_python(self.message)
 
 
 class OutputExistsError(UsageError):

@@ -37,6 +37,8 @@ from ckpt_tools.storage.reader import Files
 ROOT = Path(__file__).parent.parent
 REAL = ROOT / "tests" / "data" / "checkpoints"
 DCP = str(REAL / "fsdp2_dcp_1d_4r" / "ckpt")
+BF16 = str(REAL / "fsdp2_bf16_fp32optim_dcp_4r" / "ckpt")
+CUT = ReshardOptions(parse_mesh("2"), (ckpt_tools.Shard(3),))
 
 
 @pytest.fixture
@@ -365,6 +367,9 @@ def test_names_choose_a_part(checkpoint: Checkpoint) -> None:
         (open_checkpoint, "/step-1'"),
         (open_checkpoint, "latest=True) opens the last step, step=2 that one"),
         (ckpt_tools.verify, "open_checkpoint(path, latest=True)"),
+        (lambda path: ckpt_tools.average([DCP], path), "None"),
+        (lambda path: ckpt_tools.average([DCP, BF16], path / "new"), "DiffOptions(clean=True)"),
+        (lambda path: ckpt_tools.reshard(DCP, path / "new", options=CUT), "name: rules 'app."),
     ],
 )
 def test_a_hint_names_arguments(ask: Callable[[Path], object], hint: str, tmp_path: Path) -> None:

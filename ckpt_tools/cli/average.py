@@ -86,7 +86,12 @@ def _ckpts(asked: _Asked) -> Sequence[str]:
     """The checkpoints to average, the oldest first. Raises UsageError, and AnswerNo for too few."""
     last, (ckpt, *more) = asked.last, asked.ckpts
     if last is None:
-        asked.weighting.require_for(len(asked.ckpts))
+        try:
+            asked.weighting.require_for(len(asked.ckpts))
+        except UsageError as error:
+            if not more:
+                error.advise("--last 5 takes the last five steps of a folder.")
+            raise
         return asked.ckpts
     if more:
         raise UsageError("--last takes the last steps of one folder; several were given.")

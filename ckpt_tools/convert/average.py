@@ -71,10 +71,7 @@ class Weighting:
     def require_for(self, count: int) -> None:
         """Raise UsageError for fewer than two checkpoints, and for weights of other ones."""
         if count < 2:
-            raise UsageError(
-                "An average is of two checkpoints or more.",
-                hint="--last 5 takes the last five steps of a folder.",
-            )
+            raise UsageError("An average is of two checkpoints or more.")
         if self.weights is not None and len(self.weights) != count:
             given = counted(len(self.weights), "weight")
             raise UsageError(f"{given} for {count} checkpoints: give one for each.")

@@ -22,20 +22,18 @@ def digest_in(source: CheckpointIndex, files: Files) -> Digest:
 
     def digest(entry: Entry) -> str:
         place = entry.data if isinstance(entry, ObjectEntry) else tuple(entry.chunks)
-        if place not in known:
-            known[place] = _digest_of(entry, source, files)
+        if place in known:
+            return known[place]
+        if isinstance(entry, ObjectEntry):
+            known[place] = sha256(files.read(*entry.data)).hexdigest()
+        else:
+            from ckpt_tools.proof.fingerprint import digest_of  # most plans compare nothing
+
+            (located,) = formats.located_in(source, [entry], files)
+            known[place] = digest_of(located, files)
         return known[place]
 
     return digest
-
-
-def _digest_of(entry: Entry, source: CheckpointIndex, files: Files) -> str:
-    if isinstance(entry, ObjectEntry):
-        return sha256(files.read(*entry.data)).hexdigest()
-    from ckpt_tools.proof.fingerprint import digest_of  # most plans compare nothing
-
-    (located,) = formats.located_in(source, [entry], files)
-    return digest_of(located, files)
 
 
 def without_unopened(index: Index, copied: str | None) -> tuple[Index, list[str]]:
@@ -62,10 +60,8 @@ def without_unopened(index: Index, copied: str | None) -> tuple[Index, list[str]
 
 def note_on_unopened(lost: Sequence[ObjectEntry]) -> str:
     """A note that names objects which are left out, and what each is."""
-    shown = some([f"{entry.fqn} ({_type_of(entry)})" for entry in lost])
-    return f"Left out {counted(len(lost), 'object')} that cannot be written: {shown}."
-
-
-def _type_of(entry: ObjectEntry) -> str:
-    closed = next((one for one in closed_in(entry.value) if not one.is_allowed), None)
-    return entry.type_name or ("not opened" if closed is None else closed.qualname)
+    named = []
+    for entry in lost:
+        closed = (one.qualname for one in closed_in(entry.value) if not one.is_allowed)
+        named.append(f"{entry.fqn} ({entry.type_name or next(closed, 'not opened')})")
+    return f"Left out {counted(len(lost), 'object')} that cannot be written: {some(named)}."

@@ -96,7 +96,8 @@ def export_of(
     index: CheckpointIndex, out: str, write: WriteOptions, options: ExportOptions
 ) -> Conversion[ExportPlan]:
     """The chosen tensors whole, in the asked format, to the folder or file ``out``."""
-    single_file, check = single_file_of(out, options.format), write.check
+    check = write.check
+    single_file = os.path.basename(normal(out)) if is_single_file(out, options.format) else None
 
     def planned(locate: Locate) -> ExportPlan:
         if options.layout is not None:
@@ -104,21 +105,16 @@ def export_of(
             plan = _plan_layout(index, options, options.layout, locate)
         else:
             plan = plan_export(index, options, single_file=single_file, check=check, locate=locate)
-        return replace(plan, settings=_settings(options, plan))
+        settings = option_texts(options)
+        if options.steps:  # of a map that is a function, the names and boxes that it gave
+            digest = sha256()
+            for target in plan.targets:
+                made = (target.fqn, plan.origins[target.fqn], list(target.entry.boxes))
+                digest.update(repr(made).encode())
+            settings["what the names map does"] = digest.hexdigest()[:32]
+        return replace(plan, settings=settings)
 
     return Conversion(index, out, write, planned)
-
-
-def _settings(options: ExportOptions, plan: ExportPlan) -> dict[str, str]:
-    """The options; of a map that is a function, the names and boxes that it gave."""
-    settings = option_texts(options)
-    if options.steps:
-        digest = sha256()
-        for target in plan.targets:
-            made = (target.fqn, plan.origins[target.fqn], list(target.entry.boxes))
-            digest.update(repr(made).encode())
-        settings["what the names map does"] = digest.hexdigest()[:32]
-    return settings
 
 
 def plan_export(
@@ -303,11 +299,6 @@ def format_of(out: str) -> str | None:
     """The format of this output by its suffix; None for a folder."""
     forms = (form.name for form in formats.targets("whole"))
     return next((form for form in forms if is_single_file(out, form)), None)
-
-
-def single_file_of(out: str, form: str) -> str | None:
-    """The name of the one file to write; None for a folder."""
-    return os.path.basename(normal(out)) if is_single_file(out, form) else None
 
 
 def renamed(

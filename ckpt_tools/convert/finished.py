@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from tempfile import TemporaryFile
 
 from ckpt_tools.convert.locating import located_tasks
+from ckpt_tools.convert.plan import Plan
 from ckpt_tools.copying.task_writer import Output, TaskWriter
 from ckpt_tools.copying.tasks import MIN_MEMORY, InlineBytes, Slab, Task, without_slots
 from ckpt_tools.core.geometry import slabs
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan, LazyPlans
+from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import CheckpointError
@@ -26,23 +27,24 @@ from ckpt_tools.storage.reader import Files
 _SAMPLES = 1024  # of an output
 
 
-def is_written(
-    out: str, plans: LazyPlans, source: CheckpointIndex, *, single_file: str | None, sizes: Sizes
-) -> bool:
-    """Whether ``out`` has every file of the plans with its length and its known bytes, and samples
+def is_written(out: str, plan: Plan, sizes: Sizes) -> bool:
+    """Whether ``out`` has every file of the plan with its length and its known bytes, and samples
     of its values are what the source gives. False, too, where the source cannot be read here.
     """
-    places = {f.path: out if single_file else os.path.join(out, f.path) for f in plans.files}
-    for file in plans.files:
+    is_one = plan.single_file is not None
+    places = {f.path: out if is_one else os.path.join(out, f.path) for f in plan.files.files}
+    for file in plan.files.files:
         path = places[file.path]
         if not os.path.isfile(path) or os.path.getsize(path) != file.length:
             return False
     most = -(-_SAMPLES // max(1, len(places)))
-    try:
-        with Files(sizes=sizes) as files:
-            return all(_is_equal(plan, places[plan.path], source, files, most) for plan in plans)
-    except CheckpointError:
-        return False
+    with Files(sizes=sizes) as files:
+        for work in plan.works.values():
+            work(files, plan.source)
+        try:
+            return all(_is_equal(f, places[f.path], plan.source, files, most) for f in plan.files)
+        except CheckpointError:
+            return False
 
 
 def _is_equal(plan: FilePlan, path: str, source: CheckpointIndex, files: Files, most: int) -> bool:
@@ -52,12 +54,11 @@ def _is_equal(plan: FilePlan, path: str, source: CheckpointIndex, files: Files, 
         for offset, data in without_slots(InlineBytes(*literal), slots):
             if files.read(path, offset, len(data)) != data:
                 return False
-    tasks = located_tasks(list(_samples(plan, files.sizes.sample, most)), source, files)
     writer = TaskWriter(files, memory=MIN_MEMORY, moved=ignore_bytes, stop=threading.Event())
     with TemporaryFile() as made:
         os.ftruncate(made.fileno(), plan.length)  # of a sparse file
         output = Output(path, made.fileno())
-        for task in tasks:
+        for task in located_tasks(list(_samples(plan, files.sizes.sample, most)), source, files):
             writer.write(task, output)
             start, end = task.span
             if os.pread(made.fileno(), end - start, start) != files.read(path, start, end - start):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.tasks import Task
-from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.plan import KnownReads, ReadItem, WriteItem
 from ckpt_tools.storage.reader import Files
 
@@ -20,9 +20,11 @@ def located_tasks(tasks: list[Task], source: CheckpointIndex, files: Files) -> l
         reads = reads_of.setdefault(id(piece.item), [])
         for read in piece.item.finder.reads(piece.box):
             if read.chunk.codec is not None:
-                waiting.append(_Waiting(reads, len(reads), piece.item))
+                waiting.append(_Waiting(read, reads, len(reads), piece.item))
             reads.append(read)
-    waiting.sort(key=lambda one: one.stored.data[:2])  # neighbours in a file are one read
+    waiting.sort(
+        key=lambda one: one.read.chunk.stored.data[:2]
+    )  # neighbours in a file are one read
     # Views of one chunk are located together, all else alone.
     grouped = groupby(waiting, key=lambda one: id(one.read.chunk.of or one))
     groups = [list(group) for _, group in grouped]
@@ -48,18 +50,9 @@ def located_tasks(tasks: list[Task], source: CheckpointIndex, files: Files) -> l
 
 
 class _Waiting(NamedTuple):
-    """A read of an item whose chunk is to be located."""
+    """A read of an item, which is ``reads[at]``, whose chunk is to be located."""
 
+    read: ReadItem
     reads: list[ReadItem]
     at: int
     item: WriteItem
-
-    @property
-    def read(self) -> ReadItem:
-        """The read itself."""
-        return self.reads[self.at]
-
-    @property
-    def stored(self) -> Chunk:
-        """The chunk in the file, of which that of the read may be a view."""
-        return self.read.chunk.stored

@@ -384,27 +384,19 @@ def _layouts(
     # What the source's job held whole on each rank beside sharded tensors (buffers, random states)
     # stays so. Of a source that stores everything whole, weights and optimizer state are cut.
     cut = sharded or {entry.fqn for entry in tensors if entry.section != "other"}
+    usual = options.placements or default_placements(options.mesh)
     layouts: dict[str, Layout | None] = {}
     for entry in tensors:
         ruled = [placements for matches, placements in rules if matches(entry.fqn)]
-        if not entry.shape:  # a glob for a weight also matches the step counter of its optimizer
-            layouts[entry.fqn] = None
-        elif ruled:
-            layouts[entry.fqn] = _checked(entry, _layout(options.mesh, ruled[-1]))
-        elif entry.fqn in like:
-            layouts[entry.fqn] = _checked(
-                entry, _moved_to_mesh(entry, like[entry.fqn], options.mesh)
-            )
-        elif entry.fqn in cut:
-            placements = options.placements or default_placements(options.mesh)
-            layouts[entry.fqn] = _checked(entry, _layout(options.mesh, placements))
-        else:
-            layouts[entry.fqn] = None
+        layout = None
+        # A glob for a weight also matches the step counter of its optimizer, which has no shape.
+        if entry.shape and not ruled and entry.fqn in like:
+            layout = _moved_to_mesh(entry, like[entry.fqn], options.mesh)
+        elif entry.shape and (ruled or entry.fqn in cut):
+            placements = ruled[-1] if ruled else usual
+            layout = Layout(options.mesh, placements, fsdp_order(options.mesh, placements))
+        layouts[entry.fqn] = _checked(entry, layout)
     return layouts
-
-
-def _layout(mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
-    return Layout(mesh, placements, fsdp_order(mesh, placements))
 
 
 def _sharded(index: CheckpointIndex) -> frozenset[str]:

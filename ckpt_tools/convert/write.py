@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
+from ckpt_tools import formats
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
@@ -207,8 +208,6 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
     Raises what its `plan`, the executor, `atomic_output.open_output` and `upload.staged` raise; in
     every case what was at ``out`` before is as it was.
     """
-    from ckpt_tools import formats  # the readers: not needed to name the options
-
     index, options, sources = conversion.index, conversion.write, conversion.sources
     out = out_path.real(conversion.out)
     if is_address(out):
@@ -221,7 +220,9 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
     before = Standing.at(out) if options.force else None
     plan = conversion.plan(executor.locate)
     if resume and atomic_output.is_settled(out):
-        if _is_there(out, plan, options.sizes):
+        from ckpt_tools.convert import finished  # late: it reads, and few runs come after their end
+
+        if finished.is_written(out, plan, options.sizes):
             nothing = replace(plan, files=LazyPlans())
             executor.run(index, nothing, atomic_output.place_of(out), KnownCrcs())
             listener.on_written()
@@ -258,7 +259,15 @@ def _compared(
 ) -> tuple[str, ...]:
     """Make the comparisons with the source that the options want; notes say what was found."""
     if options.check:
-        return _check(plan, options, folder, listener.on_bytes)
+        from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
+
+        written = os.path.join(folder, plan.single_file) if plan.single_file else folder
+        with Files(sizes=options.sizes) as files:
+            statement = checking.check(
+                written, plan, files, threads=options.threads, on_bytes=listener.on_bytes
+            )
+        checking.record(folder, plan, statement)  # where the output has room
+        return (statement,)
     if not options.checks_source:
         return ()
     from ckpt_tools.proof.damage import check_copied  # late: it is needed after the copy alone
@@ -267,26 +276,3 @@ def _compared(
         read = (plan.chosen, *plan.also)
         every = [check_copied(one, files, seen=seen, threads=options.threads) for one in read]
     return tuple(dict.fromkeys(note for notes in every for note in notes))
-
-
-def _is_there(out: str, plan: Plan, sizes: Sizes) -> bool:
-    from ckpt_tools.convert import finished  # late: it reads, and few runs come after their end
-
-    with Files(sizes=sizes) as files:
-        for work in plan.works.values():
-            work(files, plan.source)
-    name = plan.single_file
-    return finished.is_written(out, plan.files, plan.source, single_file=name, sizes=sizes)
-
-
-def _check(
-    plan: Plan, options: WriteOptions, folder: str, on_bytes: Callable[[int], None]
-) -> tuple[str, ...]:
-    """Read the output back, and record the proof in it where it has room."""
-    from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
-
-    written = os.path.join(folder, plan.single_file) if plan.single_file else folder
-    with Files(sizes=options.sizes) as files:
-        statement = checking.check(written, plan, files, threads=options.threads, on_bytes=on_bytes)
-    checking.record(folder, plan, statement)
-    return (statement,)

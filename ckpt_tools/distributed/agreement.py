@@ -129,12 +129,7 @@ def _appears(path: str) -> bool:
 
 
 def require_all_written(
-    group: Group,
-    plans: LazyPlans,
-    place: OutputPlace,
-    *,
-    nbytes: int,
-    planned: int | None = None,
+    group: Group, plans: LazyPlans, place: OutputPlace, *, nbytes: int, planned: int | None = None
 ) -> None:
     """Have rank 0 give all files their final names, which each rank has synced its part of.
 
@@ -187,19 +182,16 @@ def identity(index: CheckpointIndex, sample: int) -> str:
         if entry.opened:
             state.update(repr((entry.fqn, entry.value)).encode())
     step = max(1, -(-len(files) // _MAX_SAMPLED))
+    paths = [file.path for file in files[::step] if not is_address(file.path)]
     with Files() as opened:
-        for file in files[::step]:
-            if not is_address(file.path):
-                state.update(_samples(file.path, opened, sample))
+        for path in paths:
+            size = opened.size(path)
+            if size <= _SAMPLES * sample:
+                state.update(opened.read(path, 0, size))
+                continue
+            for n in range(_SAMPLES):
+                state.update(opened.read(path, (size - sample) * n // (_SAMPLES - 1), sample))
     return state.hexdigest()
-
-
-def _samples(path: str, files: Files, nbytes: int) -> bytes:
-    size = files.size(path)
-    if size <= _SAMPLES * nbytes:
-        return files.read(path, 0, size)
-    starts = ((size - nbytes) * n // (_SAMPLES - 1) for n in range(_SAMPLES))
-    return b"".join(files.read(path, start, nbytes) for start in starts)
 
 
 def stopping(group: Group, on_bytes: Callable[[int], None]) -> Callable[[int], None]:

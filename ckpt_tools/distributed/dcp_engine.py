@@ -83,8 +83,7 @@ class _LoadAndSave:
         seen: KnownCrcs,  # noqa: ARG002 (torch reads)
     ) -> tuple[str, ...]:
         """Load into empty tensors in their new placement, save them, see that all is there."""
-        group = self.group
-        if begin(group, plan.files, place, self.write.sizes, source=index):
+        if begin(self.group, plan.files, place, self.write.sizes, source=index):
             with writing(place):
                 self._run(index, plan, place)
         return ()
@@ -158,7 +157,11 @@ def _empty(target: Target, mesh: DeviceMesh, device_type: str, *, rank: int) -> 
     import torch
 
     shape, layout = target.entry.shape, target.layout
-    dtype = devices.torch_dtype(target.dtype.name)
+    dtype = getattr(torch, target.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no element type {target.dtype.name}."
+        )
     if layout is None:
         return torch.empty(shape, dtype=dtype, device=device_type)
     if layout.mesh.shape != tuple(mesh.shape):

@@ -156,13 +156,3 @@ def check_box(
             hint="--engine copy, which needs no DTensors.",
         )
     return box.sizes
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Torch's element type of this name. Raises UnsupportedError when this torch has none."""
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UnsupportedError(f"torch {torch.__version__} has no element type {name}.")
-    return dtype

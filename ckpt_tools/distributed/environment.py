@@ -28,6 +28,7 @@ _LAUNCHERS = (
 )
 
 _PEER_TIMEOUT = "CKPT_TOOLS_PEER_TIMEOUT"
+_stderr: int | None = None  # where a silent rank's stderr went
 
 
 class RankPlace(NamedTuple):
@@ -43,13 +44,11 @@ def place() -> RankPlace | None:
     """Which rank of a torchrun job this process is; None outside of one."""
     if any(name not in os.environ for name in _NEEDED):
         return None
+    texts = [os.environ[name] for name in _NEEDED[:3]]
     try:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank = int(os.environ["LOCAL_RANK"])
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return RankPlace(*map(int, [*texts, os.environ.get("LOCAL_WORLD_SIZE", "1")]))
     except ValueError:
         return None
-    return RankPlace(rank, world_size, local_rank, local_world_size)
 
 
 def refuse_lone_task() -> None:
@@ -85,12 +84,19 @@ def silence_followers(arguments: Sequence[str]) -> None:
     ``arguments`` are those of the command line. A command that the ranks do not share ends here
     with exit code 0: rank 0 does it, and its exit code is the job's.
     """
+    global _stderr  # noqa: PLW0603 - as the streams of the process are
     if not is_follower():
         return
     command = next((word for word in arguments if not word.startswith("-")), None)
     if command not in SHARED_COMMANDS:
         raise SystemExit(0)
-    _silence()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # not only Python's: torch's C++ code prints, too
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
     atexit.register(let_it_finish)
 
 
@@ -121,21 +127,6 @@ def let_it_finish() -> None:
     A rank that has joined the group waits for rank 0 itself, and unregisters this.
     """
     time.sleep(1)
-
-
-_stderr: int | None = None  # where a silent rank's stderr went
-
-
-def _silence() -> None:
-    """Redirect stdout and stderr to /dev/null, also for torch's C++ code."""
-    global _stderr  # noqa: PLW0603 - as the streams of the process are
-    sys.stdout.flush()
-    sys.stderr.flush()
-    _stderr = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
 
 
 def speak() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from ckpt_tools import formats
 from ckpt_tools.convert import check as checking
@@ -49,16 +49,6 @@ def executor(group: Group, write: WriteOptions, listener: Listener) -> Iterator[
     """
     with group.collective(), devices.process_group(group) as device_type:
         yield _Gatherer(group, write, listener, device_type)
-
-
-class _RanksPart(NamedTuple):
-    """What a rank writes: parts of files that it copies, and those of each tensor that all ranks
-    gather; ``planned`` bytes are those of all ranks.
-    """
-
-    uncut: list[FilePlan]
-    cut: dict[str, list[FilePlan]]
-    planned: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +93,7 @@ class _Gatherer:
         self, index: CheckpointIndex, plans: LazyPlans, place: OutputPlace, seen: KnownCrcs
     ) -> None:
         group, options = self.group, self.write
-        mine = self._part_of(plans, index)
+        uncut, cut, planned = self._part_of(plans, index)
         on_bytes, done = stopping(group, self.listener.on_bytes), 0
 
         def write(plans: Sequence[FilePlan], files: Files) -> None:
@@ -123,11 +113,11 @@ class _Gatherer:
             _create(group, plans, place.unfinished, finisher)
             # No rank may be missing in a collective.
             with group.collective(), Files(sizes=options.sizes) as files:
-                write(mine.uncut, files)
+                write(uncut, files)
             with Files(sizes=options.sizes) as files:
                 parts = rank_exchange.parts_in(self.headers[group.rank])
-                Gathering(group, self.device_type, index, parts, files, seen).run(mine.cut, write)
-        require_all_written(group, plans, place, nbytes=done, planned=mine.planned)
+                Gathering(group, self.device_type, index, parts, files, seen).run(cut, write)
+        require_all_written(group, plans, place, nbytes=done, planned=planned)
 
     def _compared(
         self, index: CheckpointIndex, plan: Plan, folder: str, seen: KnownCrcs
@@ -146,8 +136,12 @@ class _Gatherer:
             checking.record(folder, plan, statement)
         return (statement,)
 
-    def _part_of(self, plans: LazyPlans, index: CheckpointIndex) -> _RanksPart:
-        """What this rank writes, in one pass over all plans; each of them is made for it."""
+    def _part_of(
+        self, plans: LazyPlans, index: CheckpointIndex
+    ) -> tuple[list[FilePlan], dict[str, list[FilePlan]], int]:
+        """The parts of files that this rank copies, those of each tensor that all ranks gather, and
+        the bytes of all ranks: in one pass over all plans, each of which is made for it.
+        """
         group = self.group
         owners = {path: rank for rank, one in enumerate(self.headers) for path in one.sizes}
         tensors = frozenset(e.fqn for e in index.tensors if e.layout is not None)
@@ -165,7 +159,7 @@ class _Gatherer:
                     mine = cut.setdefault(item.fqn, [])  # every rank takes part in gathering it
                     if number % group.size == group.rank:
                         mine.append(plan._replace(literals=(), items=(item,)))
-        return _RanksPart(uncut, cut, planned)
+        return uncut, cut, planned
 
 
 def _exchanged(mine: T) -> list[T]:

@@ -19,7 +19,7 @@ from ckpt_tools.core.crc import KnownCrcs, crc32
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, on_mesh
-from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem
+from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem, WriteItem
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.group import Group
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+_IN_ONE_FOLDER = "Bring all rank files into one folder, and use --engine copy."
 
 # Writes parts of files, with the bytes that are read from these.
 Write = Callable[[Sequence[FilePlan], Files], None]
@@ -72,11 +74,7 @@ class Gathering:
         self.group.barrier(error)
 
     def _do(
-        self,
-        entry: TensorEntry,
-        parts: Sequence[FilePlan],
-        write: Write,
-        error: CkptError | None,
+        self, entry: TensorEntry, parts: Sequence[FilePlan], write: Write, error: CkptError | None
     ) -> CkptError | None:
         """Put one tensor together and write parts of it; gives the first error so far."""
         layout = self._layout(entry)  # all ranks find the same, so all raise or none does
@@ -110,7 +108,7 @@ class Gathering:
         if layout is None:
             raise UnsupportedError(
                 f"{entry.fqn}: its mesh is not that of all ranks, nor a named part of it.",
-                hint="Bring all rank files into one folder, and use --engine copy.",
+                hint=_IN_ONE_FOLDER,
             )
         return layout
 
@@ -178,7 +176,7 @@ class Gathering:
         if mesh.size != self.group.size:
             raise UnsupportedError(
                 f"The files' mesh {mesh} has {mesh.size} ranks, but {self.group.size} saved them.",
-                hint="Bring all rank files into one folder, and use --engine copy.",
+                hint=_IN_ONE_FOLDER,
             )
         if self._mesh is None:
             self._mesh = devices.device_mesh(mesh, self.device_type)
@@ -189,14 +187,13 @@ def write_from_memory(parts: Sequence[FilePlan], whole: Bytes, write: Write, siz
     """Write boxes of a tensor that is in memory, of shape (…, itemsize)."""
     name = "a gathered tensor"
     chunk = Chunk(Box.whole(whole.shape[:-1]), ByteRange(name, 0, whole.nbytes))
+
+    def from_memory(item: WriteItem) -> WriteItem:
+        return item._replace(finder=KnownReads((ReadItem(chunk, item.box),)))
+
     with Files(sizes=sizes) as files:
         files.lend(name, np.ascontiguousarray(whole).reshape(-1).data)
-        write([_read_from(chunk, part) for part in parts], files)
-
-
-def _read_from(chunk: Chunk, part: FilePlan) -> FilePlan:
-    items = (item._replace(finder=KnownReads((ReadItem(chunk, item.box),))) for item in part.items)
-    return part._replace(items=tuple(items))
+        write([part._replace(items=(*map(from_memory, part.items),)) for part in parts], files)
 
 
 def _check(entry: TensorEntry, whole: Bytes, box: Box, shard: bytearray) -> None:
@@ -205,5 +202,5 @@ def _check(entry: TensorEntry, whole: Bytes, box: Box, shard: bytearray) -> None
     if whole.shape[:-1] != entry.shape or np.ascontiguousarray(mine).reshape(-1).data != shard:
         raise CheckpointError(
             f"{entry.fqn}: torch's full_tensor does not hold this rank's shard at {box}.",
-            hint="Bring all rank files into one folder, and use --engine copy.",
+            hint=_IN_ONE_FOLDER,
         )

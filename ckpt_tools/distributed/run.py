@@ -274,16 +274,13 @@ class _Here:
                 order = order._replace(source=None)
             write_share(order, on_bytes=self.listener.on_bytes, seen=seen)
         else:
-            self._write_shares(plan, place, seen)
+            memory = max(MIN_MEMORY, self.options.max_memory // self.workers)
+            options = replace(self.options, max_memory=memory)
+            shares = [Share(number, self.workers) for number in range(self.workers)]
+            orders = [_share_order(options, plan, place, share) for share in shares]
+            write_with_workers(orders, on_bytes=self.listener.on_bytes, seen=seen)
         place.finish_all(plan.files)
         return ()
-
-    def _write_shares(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
-        memory = max(MIN_MEMORY, self.options.max_memory // self.workers)
-        options = replace(self.options, max_memory=memory)
-        shares = [Share(index, self.workers) for index in range(self.workers)]
-        orders = [_share_order(options, plan, place, share) for share in shares]
-        write_with_workers(orders, on_bytes=self.listener.on_bytes, seen=seen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,24 +18,6 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.storage.waiting import WAITING
 
 
-def _work(parent: Connection[Said, ShareOrder]) -> None:
-    order = parent.recv()
-    WAITING.patience = order.patience
-    Thread(target=_end_with, args=(parent,), daemon=True).start()
-    seen, unsent = KnownCrcs(), 0
-
-    def count(nbytes: int) -> None:
-        nonlocal unsent
-        unsent += nbytes
-        if unsent >= order.options.sizes.reported:
-            parent.send(unsent)
-            unsent = 0
-
-    write_share(order, on_bytes=count, seen=seen)
-    parent.send(unsent)
-    parent.send(seen.packed())
-
-
 def _end_with(parent: Connection[Said, ShareOrder]) -> None:
     """End this process as soon as the parent is gone: another run may resume its output."""
     parent.poll(None)  # it sends nothing more
@@ -47,8 +29,22 @@ def main(fd: int) -> int:
     parent: Connection[Said, ShareOrder] = Connection(fd)
     # SIGTERM ends the work as Ctrl-C does in the parent: what is finished gets its name.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    seen, unsent = KnownCrcs(), 0
+
+    def count(nbytes: int) -> None:
+        nonlocal unsent
+        unsent += nbytes
+        if unsent >= order.options.sizes.reported:
+            parent.send(unsent)
+            unsent = 0
+
     try:
-        _work(parent)
+        order = parent.recv()
+        WAITING.patience = order.patience
+        Thread(target=_end_with, args=(parent,), daemon=True).start()
+        write_share(order, on_bytes=count, seen=seen)
+        parent.send(unsent)
+        parent.send(seen.packed())
     except (BrokenPipeError, ConnectionResetError, EOFError, KeyboardInterrupt):
         return 1  # the parent is gone, or wants no more
     except (CkptError, OSError, MemoryError) as error:

@@ -16,10 +16,7 @@ from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.convert.export import ExportOptions, ExportPlan, export_of, format_of
 from ckpt_tools.convert.write import EntryOptions, WriteOptions
 from ckpt_tools.core.dtypes import DType, require_dtype
-from ckpt_tools.core.index import (
-    CheckpointIndex,
-    Section,
-)
+from ckpt_tools.core.index import CheckpointIndex, Section
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import FSDP2_NAMES, parse_mesh
 from ckpt_tools.core.names import NamePatterns
@@ -243,10 +240,7 @@ def _mesh(given: str | int | Sequence[int] | Mesh, unnamed: tuple[str, ...] = FS
 
 @in_python()
 def verify(
-    source: Source,
-    *,
-    threads: int | None = None,
-    on_bytes: Callable[[int], None] = ignore_bytes,
+    source: Source, *, threads: int | None = None, on_bytes: Callable[[int], None] = ignore_bytes
 ) -> VerifyReport:
     """Read every byte range once, check every CRC and coverage; the report says what is damaged."""
     with Files() as files:
@@ -262,10 +256,7 @@ def verify_quick(source: Source) -> VerifyReport:
 
 @in_python()
 def fingerprint(
-    source: Source,
-    *,
-    threads: int | None = None,
-    on_bytes: Callable[[int], None] = ignore_bytes,
+    source: Source, *, threads: int | None = None, on_bytes: Callable[[int], None] = ignore_bytes
 ) -> Fingerprint:
     """Digests of the logical tensors that no format, nesting or sharding changes.
 
@@ -277,11 +268,7 @@ def fingerprint(
 
 @in_python()
 def diff(
-    a: Source,
-    b: Source,
-    *,
-    options: DiffOptions = DiffOptions(),
-    threads: int | None = None,
+    a: Source, b: Source, *, options: DiffOptions = DiffOptions(), threads: int | None = None
 ) -> Diff:
     """What is different between two checkpoints of any formats and meshes, values included.
 
@@ -301,10 +288,7 @@ def diff_headers(a: Source, b: Source, *, options: DiffOptions = DiffOptions()) 
 
 @in_python()
 def stats(
-    source: Source,
-    *,
-    threads: int | None = None,
-    on_bytes: Callable[[int], None] = ignore_bytes,
+    source: Source, *, threads: int | None = None, on_bytes: Callable[[int], None] = ignore_bytes
 ) -> Statistics:
     """Mean, spread, extremes and norm of each tensor, and what points at a lost rank.
 

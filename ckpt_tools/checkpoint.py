@@ -15,13 +15,7 @@ from ckpt_tools.analysis import inspection, summary
 from ckpt_tools.analysis.infer_mesh import FoundMesh
 from ckpt_tools.api import Patterns, Source, index_of
 from ckpt_tools.copying.origin import reading
-from ckpt_tools.core.index import (
-    SECTIONS,
-    Entry,
-    ObjectEntry,
-    Section,
-    TensorEntry,
-)
+from ckpt_tools.core.index import SECTIONS, Entry, ObjectEntry, Section, TensorEntry
 from ckpt_tools.core.names import no_such_entry, selector
 from ckpt_tools.core.options import only_one_of
 from ckpt_tools.core.plain_values import PickledValue, PlainValue

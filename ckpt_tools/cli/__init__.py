@@ -33,9 +33,7 @@ GROUPS = {
         "reshard": "Shards for training on another mesh.",
         "average": "One model of the weights of several checkpoints.",
     },
-    "Shell": {
-        "completion": "Complete commands and tensor names in bash, zsh and fish.",
-    },
+    "Shell": {"completion": "Complete commands and tensor names in bash, zsh and fish."},
 }
 
 cli = CommandGroup(

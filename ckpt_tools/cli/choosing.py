@@ -6,7 +6,7 @@ Here are the options that choose among several, and what a shell completes names
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import click
 
@@ -15,7 +15,7 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.cli.progress import clock
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters, did_you_mean, near_names, no_such_entry, select
-from ckpt_tools.core.options import only_one_of, option
+from ckpt_tools.core.options import Heading, only_one_of, option
 from ckpt_tools.distributed import environment
 from ckpt_tools.errors import (
     AnswerNo,
@@ -42,18 +42,15 @@ class Reading:
     Raises UsageError for two ways at once.
     """
 
+    heading: ClassVar[Heading] = "Which entries"
+
     latest: bool = option(
-        False,
-        "--latest",
-        "If CKPT is a folder of several: use the last step.",
-        heading="Which entries",
-        own=True,
+        False, "--latest", "If CKPT is a folder of several: use the last step.", own=True
     )
     latest_complete: bool = option(
         False,
         "--latest-complete",
         "If CKPT is a folder of several: use the last step that `verify --quick` calls complete.",
-        heading="Which entries",
         own=True,
     )
     step: int | None = option(
@@ -61,7 +58,6 @@ class Reading:
         "--step",
         "If CKPT is a folder of several: use this step.",
         metavar="N",
-        heading="Which entries",
         at_least=0,
         own=True,
     )

@@ -135,7 +135,14 @@ def _lines(diff: Diff, first: int | None) -> Iterator[str]:
         if len(differing) < len(every):
             yield f"and {len(every) - len(differing):,} more"
         yield ""
-    yield _summary(diff)
+    compared = f"{counted(diff.tensors, 'tensor')} and {counted(diff.objects, 'object')}"
+    if diff.containers is not None:
+        compared += " and the containers they are in"
+    by = "" if diff.values_compared else " by headers only: VALUES WERE NOT COMPARED"
+    counts = Counter(WORDS[entry.status] for entry in every)
+    kinds = ", ".join(f"{word} ({count:,})" for word, count in counts.items())
+    found = f"{diff.same:,} are the same. Different: {kinds}." if every else "All are the same."
+    yield f"Compared {compared}{by}. {found}"
 
 
 def row(entry: EntryDiff) -> tuple[str, ...]:
@@ -155,16 +162,3 @@ def row(entry: EntryDiff) -> tuple[str, ...]:
 
 def _short(text: str | None) -> str:
     return "-" if text is None else render.cut_to(text, 40)
-
-
-def _summary(diff: Diff) -> str:
-    """One line: what was compared, and what came of it."""
-    compared = f"{counted(diff.tensors, 'tensor')} and {counted(diff.objects, 'object')}"
-    if diff.containers is not None:
-        compared += " and the containers they are in"
-    by = "" if diff.values_compared else " by headers only: VALUES WERE NOT COMPARED"
-    counts = Counter(WORDS[e.status] for e in diff.entries if e.status != "same")
-    kinds = ", ".join(f"{word} ({count:,})" for word, count in counts.items())
-    if not kinds:
-        return f"Compared {compared}{by}. All are the same."
-    return f"Compared {compared}{by}. {diff.same:,} are the same. Different: {kinds}."

@@ -160,18 +160,9 @@ def csv_row(entry: Entry, mesh: FoundMesh | None) -> tuple[str | int, ...]:
         size = "" if entry.nbytes is None else entry.nbytes
         return (entry.fqn, "object", entry.section, "", "", size, "", "", "", value)
     known = layout_of(entry, mesh)
-    return (
-        entry.fqn,
-        "tensor",
-        entry.section,
-        entry.dtype.name,
-        short_shape(entry.shape),
-        entry.nbytes,
-        "" if known is None else short_placements(known[0]),
-        "" if known is None else str(known[0].mesh),
-        len(entry.chunks),
-        "",
-    )
+    placed = ("", "") if known is None else (short_placements(known[0]), str(known[0].mesh))
+    what = (entry.fqn, "tensor", entry.section, entry.dtype.name, short_shape(entry.shape))
+    return (*what, entry.nbytes, *placed, len(entry.chunks), "")
 
 
 def lines(listed: Sequence[Entry], mesh: FoundMesh | None, *, long: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ckpt_tools import formats
 from ckpt_tools.cli import choosing, options, shaping
@@ -18,7 +18,7 @@ from ckpt_tools.cli.group import say, saying
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import Conversion, Read, WriteOptions
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
-from ckpt_tools.core.options import only_one_of, option
+from ckpt_tools.core.options import Heading, only_one_of, option
 from ckpt_tools.core.text import counted
 from ckpt_tools.distributed import environment
 from ckpt_tools.errors import UsageError
@@ -47,6 +47,8 @@ are removed; notes on stderr say what was changed.
 class _Folder:
     """What makes an export a Hugging Face folder."""
 
+    heading: ClassVar[Heading] = "Hugging Face folder"
+
     vocab_size: int | None = option(
         None,
         "--vocab-size",
@@ -62,13 +64,11 @@ class _Folder:
         "not fit its config. auto: the folder that was saved with the checkpoint (verl's "
         "huggingface/, or one with config.json).",
         metavar="DIR|auto",
-        heading="Hugging Face folder",
     )
     allow_mismatch: bool = option(
         False,
         "--allow-mismatch",
         "With --hf-assets, write the folder even if tensors are missing or extra.",
-        heading="Hugging Face folder",
     )
 
     def files_read(self, ckpt: str) -> Sequence[str]:
@@ -88,46 +88,37 @@ class _Folder:
 class _Adapters:
     """What becomes of LoRA weights, and what no tensor says of them."""
 
+    heading: ClassVar[Heading] = "LoRA"
+
     alone: bool = option(
-        False,
-        "--adapter",
-        "Write only the LoRA weights, as an adapter folder for PEFT.",
-        heading="LoRA",
+        False, "--adapter", "Write only the LoRA weights, as an adapter folder for PEFT."
     )
     merge: bool = option(
         False,
         "--merge-lora",
         "Write the base weights with LoRA merged into them, in float32, then cast.",
-        heading="LoRA",
     )
     alpha: float | None = option(
         None,
         "--lora-alpha",
         "LoRA's alpha; the LoRA rank is read from the tensors.",
         metavar="ALPHA",
-        heading="LoRA",
     )
     config: str | None = option(
         None,
         "--adapter-config",
         "The adapter_config.json (or verl's lora_train_meta.json) with alpha.",
         metavar="FILE",
-        heading="LoRA",
     )
     transposed: bool | None = option(
         None,
         "--lora-fan-in-fan-out",
         "Whether square weights with LoRA are transformers' Conv1D (GPT-2), stored as (in, "
         "out). Needed only if the checkpoint does not say.",
-        heading="LoRA",
         choices={"yes": True, "no": False},
     )
     name: str | None = option(
-        None,
-        "--adapter-name",
-        "Which adapter, if there are several.",
-        metavar="NAME",
-        heading="LoRA",
+        None, "--adapter-name", "Which adapter, if there are several.", metavar="NAME"
     )
 
     def steps(self, ckpt: str) -> Sequence[Transform]:
@@ -194,7 +185,13 @@ def command(asked: _Asked) -> None:
     started = time.monotonic()
     dry_run, out = asked.writing.dry_run, asked.out
     own = frameworks.row_of(asked.wanted.layout).formats("whole")
-    form = _form(asked.form or next(iter(own), None), out)
+    form, by_suffix = asked.form or next(iter(own), None), convert.format_of(out)
+    if form is not None and by_suffix is not None and form != by_suffix:
+        raise UsageError(
+            f"{out} has the ending of a {by_suffix} file, but --format says {form}.",
+            hint="Name the output as its format is named, or leave --format out.",
+        )
+    form = form or by_suffix or formats.targets("whole")[0].name
     if dry_run and environment.is_follower():
         return  # rank 0 plans alone
     asked = replace(asked, ckpt=asked.reading.find(asked.ckpt))
@@ -257,17 +254,3 @@ def _steps(index: CheckpointIndex, asked: _Asked, *, is_folder: bool) -> tuple[T
         allow = folder.allow_mismatch
         steps.append(hf_folder.AssetsTransform(path, config, index, allow, saying()))
     return tuple(steps)
-
-
-def _form(form: str | None, out: str) -> str:
-    """The format that was asked for, by --format or by the suffix of the output.
-
-    Raises UsageError where the two differ.
-    """
-    by_suffix = convert.format_of(out)
-    if form is not None and by_suffix is not None and form != by_suffix:
-        raise UsageError(
-            f"{out} has the ending of a {by_suffix} file, but --format says {form}.",
-            hint="Name the output as its format is named, or leave --format out.",
-        )
-    return form or by_suffix or formats.targets("whole")[0].name

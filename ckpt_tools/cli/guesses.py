@@ -115,7 +115,13 @@ def arguments(command: click.Command, args: Sequence[str]) -> list[str]:
         if arg == "--":
             return [*understood, *args[place:]]
         name, equals, value = arg.partition("=")
-        meant = _option(options, name, args) if arg.startswith("--") else name
+        meant = _meant(name) if arg.startswith("--") else name
+        if name in options or meant not in options:
+            meant = name
+        else:
+            others = set(options[meant].opts) & {other.partition("=")[0] for other in args}
+            if others and not options[meant].multiple and not options[meant].is_flag:
+                raise UsageError(f"{name} means {meant} here, and {min(others)} is given, too.")
         understood.append(f"{meant}{equals}{value}")
     return understood
 
@@ -151,14 +157,3 @@ def _meant(name: str) -> str:
     """The option's name here, where other tools have another, or underscores."""
     dashed = name.replace("_", "-")
     return _OPTIONS.get(dashed, dashed)
-
-
-def _option(options: Mapping[str, click.Option], name: str, args: Sequence[str]) -> str:
-    """The option that this one means. Raises UsageError when that is given, too."""
-    meant = _meant(name)
-    if name in options or meant not in options:
-        return name
-    others = set(options[meant].opts) & {arg.partition("=")[0] for arg in args}
-    if others and not options[meant].multiple and not options[meant].is_flag:
-        raise UsageError(f"{name} means {meant} here, and {min(others)} is given, too.")
-    return meant

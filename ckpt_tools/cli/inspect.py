@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import click
@@ -102,16 +102,10 @@ def command(asked: _Asked) -> None:
             said = {**said, "error": error_json(error)}
         objects.append(said)
     if json:
-        _emit_json(objects, several=len(ckpts) > 1)
+        said = {"schema": "ckpt-tools/inspect-list/1", "checkpoints": objects}
+        render.emit_json(said if len(ckpts) > 1 else objects[0])
     if codes:
         click.get_current_context().exit(max(codes))
-
-
-def _emit_json(objects: Sequence[Mapping[str, render.Json]], *, several: bool) -> None:
-    if several:
-        render.emit_json({"schema": "ckpt-tools/inspect-list/1", "checkpoints": objects})
-    else:
-        render.emit_json(objects[0])
 
 
 def _paths(ckpts: list[str], asked: _Asked) -> None:

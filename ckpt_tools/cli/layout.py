@@ -91,7 +91,11 @@ def command(asked: _Asked) -> None:
         whole = banner.read(ckpt, html, asked.reading.options, force=asked.force)
     chosen = choosing.choose(whole, asked.filters)
     if name is not None:
-        chosen = _one(whole, name)
+        if whole.tensor(name) is None and whole.object(name) is not None:
+            raise UsageError(f"{name} is an object, and only tensors have shards.")
+        if whole.tensor(name) is None:
+            raise choosing.no_such_name(whole, name)
+        chosen = whole.select({name})
     before = ownership.holdings_of(chosen, mesh_of(whole))
     after = None
     if asked.to_mesh is not None and not (html and chosen.problems):  # broken: shown as it is
@@ -110,14 +114,6 @@ def command(asked: _Asked) -> None:
     else:
         render.emit(_lines(whole.root, before, after, every=asked.every))
     whole.require_whole()
-
-
-def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
-    if whole.tensor(name) is None:
-        if whole.object(name) is not None:
-            raise UsageError(f"{name} is an object, and only tensors have shards.")
-        raise choosing.no_such_name(whole, name)
-    return whole.select({name})
 
 
 def _after(chosen: CheckpointIndex, before: Holdings, mesh: Mesh, asked: _Asked) -> Moved:

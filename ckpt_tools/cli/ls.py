@@ -59,39 +59,29 @@ class _Asked:
 @options.command("ls", _Asked, help=_HELP)
 def command(asked: _Asked) -> None:
     """Print the entries in the one form that was asked for."""
-    forms = {
-        "--long": asked.long,
-        "--tree": asked.tree,
-        "--json": asked.json,
-        "--jsonl": asked.jsonl,
-        "--csv": asked.csv,
-    }
-    only_one_of(forms)
+    forms = {"--long": asked.long, "--tree": asked.tree, "--json": asked.json}
+    only_one_of(forms | {"--jsonl": asked.jsonl, "--csv": asked.csv})
     if asked.tree and (asked.sort != "name" or asked.reverse or asked.first):
         raise UsageError("--tree has an order of its own: the names, all of them.")
     whole = asked.reading.read(asked.ckpt)
     mesh = mesh_of(whole)
     index = choosing.with_values(choosing.choose(whole, asked.filters))
     listed = entries.in_order(index, asked.sort, reverse=asked.reverse)[: asked.first]
-    _print(listed, mesh, form=next((flag for flag, on in forms.items() if on), None))
+    if asked.json:
+        objects = [entries.entry_json(entry, mesh) for entry in listed]
+        render.emit_json({"schema": "ckpt-tools/ls/1", "entries": objects})
+    elif asked.jsonl:
+        render.emit_json_lines(entries.entry_json(entry, mesh) for entry in listed)
+    elif asked.csv:
+        rows = (entries.csv_row(entry, mesh) for entry in listed)
+        render.emit_csv(entries.CSV_HEADER, rows)
+    elif asked.tree:
+        render.emit(tree_lines(listed, mesh))
+    else:
+        render.emit(entries.lines(listed, mesh, long=asked.long))
     shown = f"; {len(listed):,} shown" if asked.first else ""
     say(f"{index.count}{shown}.")
     whole.require_whole()
-
-
-def _print(listed: Sequence[Entry], mesh: FoundMesh | None, *, form: str | None) -> None:
-    if form == "--json":
-        objects = [entries.entry_json(entry, mesh) for entry in listed]
-        render.emit_json({"schema": "ckpt-tools/ls/1", "entries": objects})
-    elif form == "--jsonl":
-        render.emit_json_lines(entries.entry_json(entry, mesh) for entry in listed)
-    elif form == "--csv":
-        rows = (entries.csv_row(entry, mesh) for entry in listed)
-        render.emit_csv(entries.CSV_HEADER, rows)
-    elif form == "--tree":
-        render.emit(tree_lines(listed, mesh))
-    else:
-        render.emit(entries.lines(listed, mesh, long=form == "--long"))
 
 
 # Characters of a value in a tree; the other forms show all.
@@ -155,12 +145,19 @@ def parts_of(entry: Entry) -> tuple[str, ...]:
 
 
 def _lines(node: Node, mesh: FoundMesh | None, *, indent: str) -> Iterator[str]:
+    """A line for each part below, with the entries that end there and the sum of those below it."""
     names = sorted(node.below, key=_number_first)
     for name in names:
         is_last = name == names[-1]
         label, below = joined(name, node.below[name])
+        facts = [cut_to("  ".join(row(leaf.entry, mesh)[1:]), _LONGEST) for leaf in below.leaves]
+        if below.below:
+            size = format_size(below.nbytes)
+            tensors = [f"{counted(below.tensors, 'tensor')} of {size}"] if below.tensors else []
+            objects = [counted(below.objects, "object")] if below.objects else []
+            facts.append(", ".join([*tensors, *objects]))
         corner, bar = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
-        yield f"{indent}{corner}{label}{_facts(below, mesh)}"
+        yield "  ".join([f"{indent}{corner}{label}", *facts])
         yield from _lines(below, mesh, indent=indent + bar)
 
 
@@ -175,14 +172,3 @@ def joined(name: str, node: Node) -> tuple[str, Node]:
         (part, node), *_ = node.below.items()
         name = f"{name}.{part}"
     return name, node
-
-
-def _facts(node: Node, mesh: FoundMesh | None) -> str:
-    """The text behind a name: the entry that ends here, or the sum of those below."""
-    texts = [cut_to("  ".join(row(leaf.entry, mesh)[1:]), _LONGEST) for leaf in node.leaves]
-    if node.below:
-        size = format_size(node.nbytes)
-        tensors = [f"{counted(node.tensors, 'tensor')} of {size}"] if node.tensors else []
-        objects = [counted(node.objects, "object")] if node.objects else []
-        texts.append(", ".join([*tensors, *objects]))
-    return "".join(f"  {text}" for text in texts)

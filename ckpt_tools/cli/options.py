@@ -28,10 +28,7 @@ from ckpt_tools.core.options import (
     repeated,
     required,
 )
-from ckpt_tools.errors import (
-    CheckpointError,
-    UsageError,
-)
+from ckpt_tools.errors import CheckpointError, UsageError
 from ckpt_tools.storage.waiting import PATIENCE, WAITING, wait_for_stores
 
 if TYPE_CHECKING:
@@ -41,6 +38,33 @@ _GROUPED_FROM = 16  # options; fewer are read at a glance
 _GLOB = "GLOB"  # what stands for a pattern of names in the help
 # Suffixes that people may give to an output and that no command writes.
 _FOREIGN = (".gguf", ".ggml", ".onnx", ".npz", ".h5", ".msgpack", ".pkl", ".zip", ".tar", ".json")
+# Options of all commands: how long stores are waited for, and how much goes to stderr, from the
+# moment on when they are read.
+_OF_ALL = (
+    click.Option(
+        ["--store-timeout"],
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        expose_value=False,
+        callback=lambda _ctx, _param, value: wait_for_stores(value or WAITING.patience),
+        show_default=f"{PATIENCE:g}",
+        help="How long to retry a store that does not answer.",
+    ),
+    click.Option(
+        ["-v", "--verbose"],
+        count=True,
+        expose_value=False,
+        callback=lambda ctx, _param, value: set_verbosity(ctx, value),
+        help="Show the cause of an error; -vv shows tracebacks.",
+    ),
+    click.Option(
+        ["-q", "--quiet"],
+        is_flag=True,
+        expose_value=False,
+        callback=lambda ctx, _param, value: set_quiet(ctx, on=value),
+        help="No notes and no progress on stderr.",
+    ),
+)
 
 
 class Command(click.Command):
@@ -123,7 +147,7 @@ def command(
         def run(**given: object) -> None:
             function(_made(takes, given))
 
-        return Command(name, callback=run, params=[*_placed(_params(takes)), *_of_all()], help=help)
+        return Command(name, callback=run, params=[*_placed(_params(takes)), *_OF_ALL], help=help)
 
     return made
 
@@ -131,12 +155,14 @@ def command(
 def _params(takes: type[DataclassInstance]) -> list[click.Parameter]:
     """The options and arguments that the fields describe, those of dataclasses in it among them."""
     hints, params = get_type_hints(takes), list[click.Parameter]()
+    usual: Heading = getattr(takes, "heading", "Options")  # of a class that has one for its fields
     for one in fields(takes):
         described, part = option_of(one), _part(hints[one.name])
         if described is None:
             params += [] if part is None else _params(part)
         elif _name(described) not in {param.name for param in params}:
-            params.append(_param(described, one, hints[one.name]))
+            heading = usual if described.heading == "Options" else described.heading
+            params.append(_param(described._replace(heading=heading), one, hints[one.name]))
     return params
 
 
@@ -204,7 +230,12 @@ class _Described(click.Option):
 def _param(described: Option, field: Field[object], hint: object) -> click.Parameter:
     """The option or the argument of a field."""
     if not described.names.startswith("-"):
-        return _argument(described, is_required=field.default is MISSING or described.repeated)
+        is_required = field.default is MISSING or described.repeated
+        named = partial(click.Argument, [_name(described)], metavar=described.names)
+        argument = partial(named, required=is_required, nargs=-1 if described.repeated else 1)
+        if described.complete is None:
+            return argument(type=click.Path())
+        return argument(shell_complete=partial(_completed, described.complete))
     make = partial(_Described, [*described.names.split(), _name(described)])
     if hint is bool:
         made = make(is_flag=True, flag_value=not field.default, default=field.default)
@@ -221,20 +252,6 @@ def _param(described: Option, field: Field[object], hint: object) -> click.Param
             made = make(default=default, show_default=described.shown or bool(default))
     made.described = described
     return made
-
-
-def _argument(described: Option, *, is_required: bool) -> click.Argument:
-    """The argument of a field: a path, or a name in the checkpoint that the one before it names."""
-    make = partial(
-        click.Argument,
-        [_name(described)],
-        metavar=described.names,
-        required=is_required,
-        nargs=-1 if described.repeated else 1,
-    )
-    if described.complete is None:
-        return make(type=click.Path())
-    return make(shell_complete=partial(_completed, described.complete))
 
 
 def _completed(
@@ -278,37 +295,6 @@ def _text(value: object) -> str:
     if isinstance(value, tuple) and not isinstance(value, DType):
         return ", ".join(map(_text, value))
     return value.name if isinstance(value, DType) else str(value)
-
-
-def _of_all() -> list[click.Parameter]:
-    """The options of all commands: how long stores are waited for, and how much goes to stderr,
-    from the moment on when they are read.
-    """
-    return [
-        click.Option(
-            ["--store-timeout"],
-            type=click.FloatRange(min=0, min_open=True),
-            metavar="SECONDS",
-            expose_value=False,
-            callback=lambda _ctx, _param, value: wait_for_stores(value or WAITING.patience),
-            show_default=f"{PATIENCE:g}",
-            help="How long to retry a store that does not answer.",
-        ),
-        click.Option(
-            ["-v", "--verbose"],
-            count=True,
-            expose_value=False,
-            callback=lambda ctx, _param, value: set_verbosity(ctx, value),
-            help="Show the cause of an error; -vv shows tracebacks.",
-        ),
-        click.Option(
-            ["-q", "--quiet"],
-            is_flag=True,
-            expose_value=False,
-            callback=lambda ctx, _param, value: set_quiet(ctx, on=value),
-            help="No notes and no progress on stderr.",
-        ),
-    ]
 
 
 def ckpt() -> str:

@@ -68,14 +68,7 @@ def byte_bar(total: int | None = None, *, label: str) -> Iterator[_Bar]:
         return
     from tqdm import tqdm  # late: looking commands draw no bar
 
-    with tqdm(
-        total=total,
-        desc=label,
-        unit="B",
-        unit_scale=True,
-        leave=False,
-        delay=_DELAY,
-    ) as bar:
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False, delay=_DELAY) as bar:
         yield _Bar(bar)
 
 

@@ -155,11 +155,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align: str) -
 
 
 def columns(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    align: str,
-    width: int | None,
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, align: str, width: int | None
 ) -> Iterator[str]:
     """A long table, line by line, for a terminal of ``width`` columns, or for a pipe if None.
 

@@ -64,15 +64,13 @@ def _verdict(parts: Sequence[VerdictPart]) -> Iterator[str]:
     line, used = "  ", 2
     for number, part in enumerate(parts, start=1):
         comma = ", " if number < len(parts) else ""
+        color = _COLOURS.get(part.kind)
         if used > 2 and used + len(part.text) + len(comma.rstrip()) > width:
             yield render.Styled(line.rstrip())
             line, used = "  ", 2
-        line, used = line + _coloured(part) + comma, used + len(part.text) + len(comma)
+        line += (click.style(part.text, fg=color) if color else part.text) + comma
+        used += len(part.text) + len(comma)
     yield render.Styled(line)
-
-
-def _coloured(part: VerdictPart) -> str:
-    return click.style(part.text, fg=_COLOURS[part.kind]) if part.kind in _COLOURS else part.text
 
 
 def identity(facts: Inspection) -> Iterator[render.Fact]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 from ckpt_tools import formats
 from ckpt_tools.cli import choosing, options, render, shaping
@@ -27,7 +28,7 @@ from ckpt_tools.core.mesh_spec import (
     parse_placements,
     parse_rule,
 )
-from ckpt_tools.core.options import option, repeated
+from ckpt_tools.core.options import Heading, option, repeated
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment, run
 from ckpt_tools.errors import UsageError, reason_of
@@ -69,6 +70,8 @@ torchrun with as many ranks as the source mesh. Only copy supports --resume.
 class _Asked:
     """What the command line asks for."""
 
+    heading: ClassVar[Heading] = "Output"
+
     ckpt: str = options.ckpt()
     out: str = options.output("reshard")
     wanted: ReshardOptions
@@ -78,14 +81,12 @@ class _Asked:
         "--placements",
         "One placement for each mesh dimension: 'R,S(0)'.",
         metavar="LIST",
-        heading="Output",
         after="--to-mesh",
     )
     rules: tuple[str, ...] = repeated(
         "--place",
         "Placements for names that match. Repeatable; the last match wins.",
         metavar="GLOB=LIST",
-        heading="Output",
         after="--placements",
         parse=str,
     )
@@ -94,7 +95,6 @@ class _Asked:
         "--like",
         "Place tensors as in this other checkpoint of the mesh.",
         metavar="CKPT",
-        heading="Output",
         after="--place",
     )
     param_names: str | None = option(
@@ -104,11 +104,10 @@ class _Asked:
         "optimizer's order; a checkpoint with names; or 'stored', those in its own "
         "param_groups.",
         metavar="FILE",
-        heading="Output",
         after="--layout",
     )
     engine: run.EngineName = option(
-        "copy", "--engine", "What copies the tensors.", heading="Output", choices=run.ENGINES
+        "copy", "--engine", "What copies the tensors.", choices=run.ENGINES
     )
     names: shaping.NewNames
     untie: bool = option(
@@ -241,46 +240,46 @@ def _param_names(text: str, read: ReadOptions) -> ParamNames:
     """
     if text == "stored":
         return ParamNames()
-    if os.path.isfile(text) and formats.detect(member(text)) is None:
-        return ParamNames(param_names.parse_names(_text_of(text), where=text))
     if not os.path.exists(text):
         raise UsageError(f"--param-names: {text} does not exist.")
-    return param_names.names_in(choosing.with_values(formats.read_index(text, options=read)))
-
-
-def _text_of(path: str) -> str:
-    if os.path.getsize(path) > _LONGEST_LIST:
-        raise UsageError(f"--param-names: {path} is too long for a list of names.")
+    if not os.path.isfile(text) or formats.detect(member(text)) is not None:
+        return param_names.names_in(choosing.with_values(read_index(text, options=read)))
+    if os.path.getsize(text) > _LONGEST_LIST:
+        raise UsageError(f"--param-names: {text} is too long for a list of names.")
     try:
-        with open(paths.open_file(path), encoding="utf-8") as file:
-            return file.read()
+        with open(paths.open_file(text), encoding="utf-8") as file:
+            return ParamNames(param_names.parse_names(file.read(), where=text))
     except (OSError, UnicodeDecodeError) as error:
         why = reason_of(error)
-        raise UsageError(f"--param-names: {path} cannot be read as text: {why}.") from error
+        raise UsageError(f"--param-names: {text} cannot be read as text: {why}.") from error
 
 
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 _MOST_FILES = 16
 
 
-def _what(asked: _Asked, plan: ReshardPlan) -> str:
-    end = "in the source's own boxes" if asked.to_mesh is None else f"for mesh {plan.mesh}"
-    return f"{shaping.what(plan, asked.out)} {end}"
-
-
 def _lines(asked: _Asked, plan: ReshardPlan, started: float) -> Iterator[str]:
     """What was written; or will be read, written and held in memory, in all and for each file."""
+    here, jobs = environment.place(), asked.writing.jobs
+    count = jobs if here is None else here.world_size
+    who = counted(count, "worker" if here is None else "rank")
+    end = "in the source's own boxes" if asked.to_mesh is None else f"for mesh {plan.mesh}"
+    what = f"{shaping.what(plan, asked.out)} {end}"
     if not asked.writing.dry_run:
-        yield f"{_what(asked, plan)}, {shaping.took(plan, started)}{_by(asked)}"
+        by = f" by {who}" if here is not None or jobs > 1 else ""
+        yield f"{what}, {shaping.took(plan, started)}{by}"
         return
     files, sources = forecast.of(plan)
     free = atomic_output.free_space(run.made_at(asked.out))
     ranks, placed = counted(plan.mesh.size, "rank"), _listed(asked)
-    yield f"{_what(asked, plan)}; not written (--dry-run)"
+    threads = asked.writing.threads_of(plan, processes=count)
+    is_one = here is None and jobs == 1
+    processes = f"one process with {threads}" if is_one else f"{who} with {threads} each"
+    yield f"{what}; not written (--dry-run)"
     yield from render.facts(
         (
             ("Mesh", f"{plan.mesh} ({ranks}): {placed}"),
-            ("Engine", f"{asked.engine}, {_processes(asked, plan)}"),
+            ("Engine", f"{asked.engine}, {processes}"),
             ("Reads", f"{format_size(sum(f.read for f in files))} from {counted(sources, 'file')}"),
             ("Writes", format_size(plan.nbytes)),
             ("Memory", f"about {format_size(_memory(asked, plan, files))} a process"),
@@ -298,25 +297,6 @@ def _listed(asked: _Asked) -> str:
     if asked.to_mesh is None:
         return "the source's own boxes"
     return ", ".join(map(str, _placements(asked.wanted)))
-
-
-def _by(asked: _Asked) -> str:
-    """Who shared the work: " by 2 ranks"; nothing for one process."""
-    here, jobs = environment.place(), asked.writing.jobs
-    if here is not None:
-        return f" by {counted(here.world_size, 'rank')}"
-    return f" by {jobs} workers" if jobs > 1 else ""
-
-
-def _processes(asked: _Asked, plan: ReshardPlan) -> str:
-    here, jobs = environment.place(), asked.writing.jobs
-    count = jobs if here is None else here.world_size
-    threads = asked.writing.threads_of(plan, processes=count)
-    if here is not None:
-        return f"{counted(here.world_size, 'rank')} with {threads} each"
-    if jobs > 1:
-        return f"{jobs} workers with {threads} each"
-    return f"one process with {threads}"
 
 
 def _memory(asked: _Asked, plan: ReshardPlan, files: Sequence[forecast.FileForecast]) -> int:
@@ -348,18 +328,8 @@ def _files(files: Sequence[forecast.FileForecast]) -> Iterator[str]:
         by_size = sorted(files, key=lambda file: (file.nbytes, file.path))
         shown = [by_size[0], by_size[len(files) // 2], by_size[-1]]
         yield f"The smallest, the middle and the largest of {len(files):,} files (--json has all):"
-    yield from render.columns(
-        _HEADER,
-        [
-            (
-                file.path,
-                format_size(file.nbytes),
-                f"{file.boxes:,}",
-                format_size(file.read),
-                counted(file.sources, "file"),
-            )
-            for file in shown
-        ],
-        align="lrrrr",
-        width=render.terminal_width(),
-    )
+    rows = []
+    for file in shown:
+        boxes, sources = f"{file.boxes:,}", counted(file.sources, "file")
+        rows.append((file.path, format_size(file.nbytes), boxes, format_size(file.read), sources))
+    yield from render.columns(_HEADER, rows, align="lrrrr", width=render.terminal_width())

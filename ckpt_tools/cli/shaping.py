@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.cli import progress, render
 from ckpt_tools.cli.group import answer, say
@@ -18,7 +18,7 @@ from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import P, WriteOptions
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.index import FileEntry
-from ckpt_tools.core.options import option, repeated
+from ckpt_tools.core.options import Heading, option, repeated
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import run
 from ckpt_tools.errors import UsageError
@@ -45,27 +45,22 @@ def _map_help() -> str:
 class NewNames:
     """Maps and renames, as they are typed."""
 
-    maps: tuple[str, ...] = repeated(
-        "--map", _map_help, metavar="NAME|FILE", heading="Names", parse=str
-    )
+    heading: ClassVar[Heading] = "Names"
+
+    maps: tuple[str, ...] = repeated("--map", _map_help, metavar="NAME|FILE", parse=str)
     values: tuple[str, ...] = repeated(
         "--map-value",
         "A size that a map needs, such as head_dim, if config.json does not have it.",
         metavar="NAME=N",
-        heading="Names",
         parse=str,
     )
     force: bool = option(
-        False,
-        "--force-map",
-        "Use the map even if it is for another kind of model.",
-        heading="Names",
+        False, "--force-map", "Use the map even if it is for another kind of model."
     )
     renames: tuple[str, ...] = repeated(
         "--rename",
         "Replace what matches in every name, after --map. Repeatable, in order.",
         metavar="RE=REPL",
-        heading="Names",
         parse=str,
     )
 
@@ -108,16 +103,15 @@ class NewNames:
 class Writing:
     """Whether anything is written, how, and by how many processes."""
 
-    dry_run: bool = option(
-        False, "--dry-run", "Plan and check, but write nothing.", heading="Writing"
-    )
+    heading: ClassVar[Heading] = "Writing"
+
+    dry_run: bool = option(False, "--dry-run", "Plan and check, but write nothing.")
     options: WriteOptions
     jobs: int = option(
         1,
         "-j --jobs",
         "Worker processes on this machine.",
         metavar="N",
-        heading="Writing",
         after="--check",
         at_least=1,
     )

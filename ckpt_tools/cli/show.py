@@ -15,7 +15,7 @@ from ckpt_tools.analysis.summary import layout_of, mesh_of, placement_names
 from ckpt_tools.cli import choosing, entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, Chunk, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.options import only_one_of, option, required
 from ckpt_tools.core.plain_values import PickledValue
 from ckpt_tools.core.records import Json, as_json, record_json
@@ -129,16 +129,20 @@ def _show_tensor(
 ) -> None:
     entry = located(one)
     values = read_corner(entry, part)
-    entry = _in_its_files(entry, one)
+    # Chunks that were unpacked to be read are again where they are stored.
+    files = {file.path for file in one.files}
+    pairs = zip(entry.chunks, one.tensors[0].chunks, strict=True)
+    chunks = [there if there.data.path in files else stored for there, stored in pairs]
+    entry = replace(entry, chunks=(*chunks,))
     if json:
-        render.emit_json(
-            {
-                "schema": "ckpt-tools/show/1",
-                **entries.entry_json(entry, mesh),
-                "chunks": [_chunk_json(chunk) for chunk in entry.chunks],
-                "slice": record_json(values.box) | {"values": nested(values)},
-            }
-        )
+        said: list[Json] = []
+        for chunk in chunks:
+            lies = record_json(chunk.box) | {"rank": chunk.rank} | record_json(chunk.data)
+            replicas = [place.path for place in chunk.replicas]
+            said.append({**lies, "strides": chunk.strides, "replicas": replicas})
+        sliced = record_json(values.box) | {"values": nested(values)}
+        facts = {**entries.entry_json(entry, mesh), "chunks": said, "slice": sliced}
+        render.emit_json({"schema": "ckpt-tools/show/1", **facts})
         return
     render.emit([render.heading(entry.fqn)])
     render.emit(render.facts(facts_of(entry, mesh)))
@@ -147,14 +151,6 @@ def _show_tensor(
         table.append(f"  and {len(entry.chunks) - _CHUNKS_SHOWN:,} more; --json lists all")
     render.emit(["", *table, ""])
     render.emit(lines(values))
-
-
-def _in_its_files(entry: TensorEntry, one: CheckpointIndex) -> TensorEntry:
-    """The located tensor; chunks that were unpacked to be read are again where they are stored."""
-    files = {file.path for file in one.files}
-    pairs = zip(entry.chunks, one.tensors[0].chunks, strict=True)
-    chunks = tuple(there if there.data.path in files else stored for there, stored in pairs)
-    return replace(entry, chunks=chunks)
 
 
 def facts_of(entry: Entry, mesh: FoundMesh | None) -> Iterator[tuple[str, str]]:
@@ -176,11 +172,6 @@ def facts_of(entry: Entry, mesh: FoundMesh | None) -> Iterator[tuple[str, str]]:
         layout, status = known
         placements = ", ".join(placement_names(layout))
         yield "placements", f"{placements} on mesh {layout.mesh}, {status}"
-
-
-def _chunk_json(chunk: Chunk) -> Json:
-    beside = {"strides": chunk.strides, "replicas": [place.path for place in chunk.replicas]}
-    return {**record_json(chunk.box), "rank": chunk.rank, **record_json(chunk.data), **beside}
 
 
 def chunk_rows(entry: TensorEntry, root: str, most: int = _CHUNKS_SHOWN) -> list[tuple[str, ...]]:

@@ -120,7 +120,9 @@ def _steps(asked: _Asked) -> None:
             try:
                 path = formats.of_step(asked.ckpt, step)
                 statistics = _stats(asked, formats.read_index(path, asked.reading.options))
-                yield from ((step, *_cells(group), "") for group in groups_of(statistics))
+                for group in groups_of(statistics):
+                    numbers = map(_exact, (group.l2, group.abs_max))
+                    yield (step, *group[:4], *numbers, group.nonfinite, "")
                 if asked.fail_nonfinite:
                     _refuse_nonfinite(statistics)
             except CkptError as error:
@@ -133,9 +135,9 @@ def _steps(asked: _Asked) -> None:
         raise AnswerNo(f"{counted(len(failures), 'step')} of {len(steps)}: {failures[0].message}")
 
 
-def _cells(group: GroupStats) -> tuple[str | int, ...]:
-    numbers = ("" if value is None else repr(value) for value in (group.l2, group.abs_max))
-    return (*group[:4], *numbers, group.nonfinite)
+def _exact(value: complex | None) -> str:
+    """A number with all its digits; nothing for none."""
+    return "" if value is None else repr(value)
 
 
 def _anomaly_lines(statistics: Statistics) -> Iterator[str]:
@@ -151,14 +153,5 @@ def _anomaly_lines(statistics: Statistics) -> Iterator[str]:
 
 def _csv_row(tensor: TensorStats) -> tuple[str | int | None, ...]:
     values = (tensor.mean, tensor.std, tensor.min, tensor.max, tensor.l2)
-    return (
-        tensor.fqn,
-        tensor.section,
-        tensor.dtype,
-        short_shape(tensor.shape),
-        tensor.numel,
-        *("" if value is None else repr(value) for value in values),
-        tensor.nan,
-        tensor.inf,
-        tensor.zeros,
-    )
+    what = (tensor.fqn, tensor.section, tensor.dtype, short_shape(tensor.shape), tensor.numel)
+    return (*what, *map(_exact, values), tensor.nan, tensor.inf, tensor.zeros)

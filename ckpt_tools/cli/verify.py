@@ -26,7 +26,7 @@ from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, som
 from ckpt_tools.errors import AnswerNo, CkptError, UsageError
 from ckpt_tools.formats import Saved, read_index, run_of
 from ckpt_tools.proof.compare import Comparison, Difference, compare, compare_checkpoints
-from ckpt_tools.proof.damage_map import DamagedTensor, describe
+from ckpt_tools.proof.damage_map import describe
 from ckpt_tools.proof.fingerprint import is_fingerprint, load
 from ckpt_tools.proof.verify import (
     VerifyReport,
@@ -295,7 +295,14 @@ def _tensors(report: VerifyReport) -> str:
 
 
 def _all_lost(report: VerifyReport) -> list[str]:
-    lost = [_lost(one) for one in report.damaged if one.lost]
+    """What is lost of each tensor, and which ranks held it."""
+    lost = []
+    for one in report.damaged:
+        if one.lost:
+            where = some([describe(box, one.shape) for box in one.lost], _SHOWN)
+            word = "rank" if len(one.ranks) == 1 else "ranks"
+            ranks = f" ({word} {rank_spans(one.ranks)})" if one.ranks else ""
+            lost.append(f"{one.fqn}: {where}{ranks}")
     return lost + [f"{fqn}: all of it" for fqn in report.lost]
 
 
@@ -308,13 +315,6 @@ def _rescue(report: VerifyReport) -> Iterator[render.Fact]:
     if len(names) <= _FEW and not report.lost and len(gone) < report.tensors:
         without = "".join(f" -x {shlex.quote(glob.escape(name))}" for name in names)
         yield "rescue", f"ckpt-tools export {shlex.quote(report.root)} -o OUT{without}"
-
-
-def _lost(tensor: DamagedTensor) -> str:
-    where = some([describe(box, tensor.shape) for box in tensor.lost], _SHOWN)
-    word = "rank" if len(tensor.ranks) == 1 else "ranks"
-    ranks = f" ({word} {rank_spans(tensor.ranks)})" if tensor.ranks else ""
-    return f"{tensor.fqn}: {where}{ranks}"
 
 
 def _proof(report: VerifyReport, beyond: str) -> Iterator[render.Fact]:
@@ -381,12 +381,10 @@ def _difference(one: Difference) -> str:
 
 def as_json(report: VerifyReport, other: _Against | None) -> dict[str, render.Json]:
     """The object of schema ckpt-tools/verify/1, with what --against found."""
-    return report.to_dict() | {"against": None if other is None else _comparison_json(other)}
-
-
-def _comparison_json(other: _Against) -> dict[str, render.Json]:
+    if other is None:
+        return report.to_dict() | {"against": None}
     compared = other.compared or Comparison((), (), (), ())
-    return {
+    against: dict[str, render.Json] = {
         "path": other.path,
         "compared": compared.compared,
         "not_compared": compared.extra,
@@ -395,3 +393,4 @@ def _comparison_json(other: _Against) -> dict[str, render.Json]:
         "left_out": records.as_json(other.left_out),
         "differences": records.as_json(compared.differences),
     }
+    return report.to_dict() | {"against": against}

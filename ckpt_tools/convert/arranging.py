@@ -53,7 +53,7 @@ def without_unopened(index: Index, copied: str | None) -> tuple[Index, list[str]
     kept = tuple(entry for entry in index.objects if entry not in lost)
     if not kept and not index.tensors:
         raise UnsupportedError(
-            f"{index.root}: nothing of it can be written. {note_on_unopened(lost)}",
+            f"{index.root}: nothing of it can be written. {note_on_unopened(lost)}"
         )
     return replace(index, objects=kept), [note_on_unopened(lost)]
 

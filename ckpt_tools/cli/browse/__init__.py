@@ -34,8 +34,7 @@ def command(asked: _Asked) -> None:
     """Read the headers, then hand the screen over until somebody leaves it."""
     if find_spec("textual") is None:
         raise UsageError(
-            "browse needs textual, which is not installed.",
-            hint="pip install textual",
+            "browse needs textual, which is not installed.", hint="pip install textual"
         )
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(

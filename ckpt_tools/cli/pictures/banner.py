@@ -74,16 +74,12 @@ def read(ckpt: str, html: str, reading: ReadOptions, *, force: bool) -> Checkpoi
         return choosing.read(ckpt, reading)
     except CheckpointError as error:
         elsewhere = error.instead is not None and any(way.path for way in error.instead.ways)
-        if not elsewhere and _is_there(ckpt):
+        is_there = False
+        with suppress(OSError):
+            is_there = not elsewhere and (paths.exists(ckpt) or bool(paths.glob(ckpt)))
+        if is_there:
             files.write(html, failure_page(ckpt, error), sources=(ckpt,), force=force)
         raise
-
-
-def _is_there(ckpt: str) -> bool:
-    try:
-        return paths.exists(ckpt) or bool(paths.glob(ckpt))
-    except OSError:
-        return False
 
 
 def failure_page(ckpt: str, error: CheckpointError) -> str:

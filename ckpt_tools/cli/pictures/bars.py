@@ -55,11 +55,20 @@ def _holders(side: Holdings, title: str, *, most: int, gets: Sequence[int] | Non
     loads = bytes_held(side)
     names = [_name(side, holder) for holder in range(len(loads))]
     opened = " open" if len(loads) <= _OPEN_RANKS else ""
-    yield f"<section>{_heading(side, title)}<details{opened}><summary>"
+    words = [title] if title else []
+    if side.mesh is not None:
+        words.append(f"mesh {mesh_words(side.mesh)}{status_words(side)}")
+    whole = ": ".join(words) or counted(side.holders, side.unit)
+    heading = f"<h2>{text(whole[0].upper() + whole[1:])}</h2>"
+    yield f"<section>{heading}<details{opened}><summary>"
     yield f'{_load_words(side, loads)}</summary><div class="ranks">'
     for line in _lines(side, len(loads)):
-        cells = (_column(n, loads[n], most=most, hover=f"{names[n]}: {loads[n]:,} B") for n in line)
-        yield f"<p>{''.join(cells)}</p>"
+        cells = ""
+        for n in line:
+            height = max(1, round(_COLUMN * loads[n] / most)) if loads[n] else 0
+            column = f'<b class="{colors.classes(n)}" style="height:{height}px"></b>'
+            cells += f'<i title="{text(names[n])}: {loads[n]:,} B">{column}{n}</i>'
+        yield f"<p>{cells}</p>"
     yield "</div></details>"
     # A rank is called by its number, a file is not: its name is wanted at once.
     opened = " open" if side.unit == "file" and len(loads) <= _OPEN_FILES else ""
@@ -71,14 +80,6 @@ def _holders(side: Holdings, title: str, *, most: int, gets: Sequence[int] | Non
     ]
     yield from table(header, rows, numbers=(1, 2))
     yield "</details></section>"
-
-
-def _heading(side: Holdings, title: str) -> str:
-    words = [title] if title else []
-    if side.mesh is not None:
-        words.append(f"mesh {mesh_words(side.mesh)}{status_words(side)}")
-    whole = ": ".join(words) or counted(side.holders, side.unit)
-    return f"<h2>{text(whole[0].upper() + whole[1:])}</h2>"
 
 
 def _name(side: Holdings, holder: int) -> str:
@@ -107,14 +108,6 @@ def _lines(side: Holdings, holders: int) -> Iterator[range]:
         end = min(start + across, holders)
         for first in range(start, end, longest):
             yield range(first, min(first + longest, end))
-
-
-def _column(holder: int, load: int, *, most: int, hover: str) -> str:
-    height = max(1, round(_COLUMN * load / most)) if load else 0
-    return (
-        f'<i title="{text(hover)}"><b class="{colors.classes(holder)}" '
-        f'style="height:{height}px"></b>{holder}</i>'
-    )
 
 
 # ------------------------------------------------------------------------------------- the tensors
@@ -204,18 +197,14 @@ def _pieces(titled: Side, same: Sequence[HeldTensor], *, fits: bool) -> Iterator
     if not fits:
         yield '<p class="quiet"><code>ckpt-tools layout CKPT NAME</code> lists its pieces.</p>'
         return
-    kinds = {id(one.pieces): one.pieces for one in same}
-    rows = [
-        (*piece_cells(piece, held), _files(side, {same[number].file for same in kinds.values()}))
-        for number, piece in enumerate(islice(held.pieces, _MAX_PIECES))
-    ]
+    kinds = {id(one.pieces): one.pieces for one in same}.values()
+    rows = []
+    for number, piece in enumerate(islice(held.pieces, _MAX_PIECES)):
+        # In tensors of one row it may lie in several files.
+        files = {pieces[number].file for pieces in kinds}
+        known = sorted(file for file in files if file is not None)
+        names = [f"{side.files[n]}{' (missing)' if n in side.missing else ''}" for n in known]
+        rows.append((*piece_cells(piece, held), some(names, 3) or "-"))
     yield from table((f"{side.unit}s", "box", "bytes", "file"), rows, numbers=[2])
     if len(held.pieces) > len(rows):
         yield f'<p class="quiet">and {len(held.pieces) - len(rows):,} more</p>'
-
-
-def _files(side: Holdings, numbers: set[int | None]) -> str:
-    """The files of a piece: in tensors of one row it may lie in several."""
-    known = sorted(number for number in numbers if number is not None)
-    names = [f"{side.files[n]}{' (missing)' if n in side.missing else ''}" for n in known]
-    return some(names, 3) or "-"

@@ -6,16 +6,7 @@ After eight, pictures repeat it with stripes; after four times that, `repeated` 
 
 from __future__ import annotations
 
-HEX = (
-    "#56b4e9",
-    "#e69f00",
-    "#009e73",
-    "#f0e442",
-    "#0072b2",
-    "#cc79a7",
-    "#d55e00",
-    "#b3b3b3",
-)
+HEX = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#cc79a7", "#d55e00", "#b3b3b3")
 STRIPES = (45, 135, 90)  # degrees, of the second to fourth eight
 DISTINCT = len(HEX) * (1 + len(STRIPES))
 

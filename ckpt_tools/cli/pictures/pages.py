@@ -20,7 +20,7 @@ from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     from ckpt_tools.proof.anomalies import Anomaly
-    from ckpt_tools.proof.stats import Statistics, TensorStats
+    from ckpt_tools.proof.stats import Statistics
 
 _MAX_OBJECTS, _MAX_STATS, _MAX_OPEN = 500, 5_000, 60
 _WIDE, _HIGH = 120, 20
@@ -119,18 +119,15 @@ def _statistics(seen: _Seen) -> Iterator[str]:
         yield f'<th class="{"" if name in ("NAME", "SPREAD") else "n"}">{name.lower()}</th>'
     yield "</tr></thead><tbody>"
     for one in tensors[:_MAX_STATS]:
-        yield _stats_row(one, seen.histograms.get(one.fqn))
+        titled = zip(_STATS_HEADER[1:-1], entries.stats_cells(one), strict=True)
+        cells = "".join(f'<td class="n" title="{t.lower()}">{text(c)}</td>' for t, c in titled)
+        counts = seen.histograms.get(one.fqn)
+        drawn = "" if counts is None else _histogram(counts)
+        yield f'<tr><td class="name">{text(one.fqn)}</td>{cells}<td>{drawn}</td></tr>'
     yield "</tbody></table></div>"
     if len(tensors) > _MAX_STATS:
         yield f'<p class="quiet">and {len(tensors) - _MAX_STATS:,} more; `stats --csv` has all</p>'
     yield "</details>"
-
-
-def _stats_row(one: TensorStats, counts: Sequence[int] | None) -> str:
-    titled = zip(_STATS_HEADER[1:-1], entries.stats_cells(one), strict=True)
-    cells = "".join(f'<td class="n" title="{t.lower()}">{text(cell)}</td>' for t, cell in titled)
-    drawn = "" if counts is None else _histogram(counts)
-    return f'<tr><td class="name">{text(one.fqn)}</td>{cells}<td>{drawn}</td></tr>'
 
 
 def _histogram(counts: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ first stands for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ckpt_tools.analysis.ownership import HeldBox
@@ -36,8 +37,9 @@ def cut_dims(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[int]:
 def rects(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[_Rect]:
     """A rectangle for each piece and holder; one for a piece that more than `MAX_BANDS` hold."""
     dims = cut_dims(pieces, shape)
-    if len(dims) > 2:
-        spans = _by_share(pieces)
+    if len(dims) > 2:  # strips in order, each as long as its piece is large
+        ends = [0, *accumulate(piece.box.numel for piece in pieces)]
+        spans = [(a / ends[-1], (b - a) / ends[-1], 0.0, 1.0) for a, b in pairwise(ends)]
     else:
         down, across = (dims[0], dims[1]) if len(dims) == 2 else (None, dims[0] if dims else None)
         spans = [(*_span(p, shape, across), *_span(p, shape, down)) for p in pieces]
@@ -64,13 +66,3 @@ def _span(piece: HeldBox, shape: Sequence[int], dim: int | None) -> tuple[float,
     if dim is None:
         return 0.0, 1.0
     return piece.box.offsets[dim] / shape[dim], piece.box.sizes[dim] / shape[dim]
-
-
-def _by_share(pieces: Sequence[HeldBox]) -> list[tuple[float, float, float, float]]:
-    """Strips in order, each as long as its piece is large."""
-    total = sum(piece.box.numel for piece in pieces)
-    spans, start = [], 0
-    for piece in pieces:
-        spans.append((start / total, piece.box.numel / total, 0.0, 1.0))
-        start += piece.box.numel
-    return spans

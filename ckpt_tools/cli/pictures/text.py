@@ -123,22 +123,17 @@ def bar_of(held: HeldTensor, paint: Paint, *, size: int) -> str:
     if len(pieces) > size // 2:
         return _crowded(pieces, paint, size=size)
     total = sum(piece.box.numel for piece in pieces)
+    bound = "│" if paint is plain else "▏"
     text, done, edge = "", 0, 0
     for piece in pieces:
         done += piece.box.numel
         end = max(edge + 1, round(size * done / total))
-        text += _cell(piece, paint, size=end - edge)
+        room = end - edge - len(bound)
+        labels = [rank_spans(piece.holders) or "?", *map(str, piece.holders[:1]), ""]
+        label = next(label for label in labels if len(label) <= room)
+        text += paint(f"{bound}{label}".ljust(end - edge), _first(piece))
         edge = end
-    return text + ("│" if paint is plain else "") + _more(pieces)
-
-
-def _cell(piece: HeldBox, paint: Paint, *, size: int) -> str:
-    label = rank_spans(piece.holders) or "?"
-    if len(label) > size - 1:
-        label = str(piece.holders[0]) if piece.holders else "?"
-    text = label if len(label) < size else ""
-    edge = "▏" if paint is not plain else "│"
-    return paint(f"{edge}{text}".ljust(size), _first(piece))
+    return text + (bound if paint is plain else "") + _more(pieces)
 
 
 def _first(piece: HeldBox) -> int:
@@ -179,14 +174,19 @@ def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator
         yield f"  dimension {down} downwards" + ("" if across is None else f", {across} across")
     elif across is not None:
         yield f"  dimension {across} across"
-    spans = [(_extent(p, across, columns), _extent(p, down, rows), p) for p in held.pieces]
+    spans = sorted((_extent(p, across, columns), _extent(p, down, rows), p) for p in held.pieces)
     for line in range(max(rows.values(), default=1)):
-        crossed = [
-            (*span, line == top, piece)
-            for span, (top, bottom), piece in spans
-            if top <= line < bottom
-        ]
-        yield render.Styled(f"  {_grid_line(crossed, paint)}")
+        drawn = ""
+        for (left, right), (top, bottom), piece in spans:
+            if not top <= line < bottom:
+                continue
+            label = f" {rank_spans(piece.holders) or '?'} " if line == top else ""
+            corner, fill = ("┌", "─") if line == top else ("│", " ")
+            if paint is not plain:
+                corner, fill = "▏", " "
+            body = f"{corner}{label}"[: right - left].ljust(right - left, fill)
+            drawn += paint(body, _first(piece))
+        yield render.Styled(f"  {drawn}")
 
 
 def _directions(held: HeldTensor, dims: Sequence[int]) -> tuple[int | None, int | None]:
@@ -213,19 +213,6 @@ def _edges(held: HeldTensor, dim: int | None, limit: int, *, least: int) -> dict
         at += 0 if spot == 0 else max(least, round(limit * (spot - before) / held.shape[dim]))
         drawn[spot] = at
     return drawn
-
-
-def _grid_line(crossed: Sequence[tuple[int, int, bool, HeldBox]], paint: Paint) -> str:
-    """One line through pieces, from left to right: the columns of each, and whether it begins."""
-    text = ""
-    for left, right, is_first, piece in sorted(crossed):
-        label = f" {rank_spans(piece.holders) or '?'}" if is_first else ""
-        corner, fill = ("┌", "─") if is_first else ("│", " ")
-        if paint is not plain:
-            corner, fill = "▏", " "
-        body = f"{corner}{label}{' ' if label else ''}"[: right - left].ljust(right - left, fill)
-        text += paint(body, _first(piece))
-    return text
 
 
 def _extent(piece: HeldBox, dim: int | None, edges: dict[int, int]) -> tuple[int, int]:

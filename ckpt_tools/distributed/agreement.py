@@ -46,9 +46,24 @@ def begin(
     if group.total(len(plans) - count):
         left = set(json.loads(group.broadcast(json.dumps([file.path for file in plans.files]))))
         plans = plans.without({file.path for file in plans.files} - left)
-    if plans:
-        require_same_plan(group, plans, sizes, source=source)
-        require_same_folder(group, place)
+    if not plans:
+        return plans
+    # Ranks that see other bytes or plan other files have not seen the same checkpoint: one is out
+    # of date, or a disk is not shared.
+    mine = plans.digest
+    error = None
+    if source is not None:
+        try:
+            mine = f"{mine}, {identity(source, sizes.sample)}"
+        except CkptError as failure:  # the others wait for this rank at the barrier
+            error = failure
+    if group.broadcast(mine) != mine and error is None:
+        error = UnreadableError(
+            "This rank sees another checkpoint than rank 0.",
+            hint="All nodes must see the same files. Is the path on a node's own disk?",
+        )
+    group.barrier(error)
+    require_same_folder(group, place)
     return plans
 
 
@@ -65,29 +80,6 @@ def require_same_options(group: Group, mine: Mapping[str, str]) -> None:
                 hint="Start all ranks with one command line.",
             )
             break
-    group.barrier(error)
-
-
-def require_same_plan(
-    group: Group, plans: LazyPlans, sizes: Sizes, *, source: CheckpointIndex | None = None
-) -> None:
-    """Raise UnreadableError when a rank has planned other files than rank 0, or has another source.
-
-    The ranks have then not seen the same checkpoint: one is out of date, or a disk is not shared.
-    ``source`` is None where each rank reads files of its own.
-    """
-    mine = plans.digest
-    error = None
-    if source is not None:
-        try:
-            mine = f"{mine}, {identity(source, sizes.sample)}"
-        except CkptError as failure:  # the others wait for this rank at the barrier
-            error = failure
-    if group.broadcast(mine) != mine and error is None:
-        error = UnreadableError(
-            "This rank sees another checkpoint than rank 0.",
-            hint="All nodes must see the same files. Is the path on a node's own disk?",
-        )
     group.barrier(error)
 
 

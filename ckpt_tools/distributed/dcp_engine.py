@@ -93,7 +93,14 @@ class _LoadAndSave:
         mesh = devices.device_mesh(self.options.mesh, self.device_type)
         mine = [target.entry for target in plan.targets[group.rank :: group.size]]
         with group.collective(), Files() as files:  # no rank may be missing in a collective
-            _refuse_parts(index, plan)
+            inside = frozenset().union(*(one.held for one in index.packed))
+            parts = [target.fqn for target in plan.targets if target.fqn in inside]
+            if parts:
+                raise UnsupportedError(
+                    f"{some(parts)}: inside of an item of {index.root}, which dcp.load loads as a "
+                    "whole.",
+                    hint=_COPY_DOES_IT,
+                )
             formats.located_in(plan.source, mine, files)  # torch loads items of wrong shapes, too
             state = {
                 target.fqn: _empty(target, mesh, self.device_type, rank=group.rank)
@@ -132,17 +139,6 @@ def _refuse(index: CheckpointIndex, options: ReshardOptions, *, world_size: int)
     if foreign:
         raise UnsupportedError(
             f"{index.root} holds {', '.join(foreign)} items, which dcp.load may not read.",
-            hint=_COPY_DOES_IT,
-        )
-
-
-def _refuse_parts(index: CheckpointIndex, plan: Plan) -> None:
-    """Raise UnsupportedError where a tensor inside of an item is to be loaded without the rest."""
-    inside = frozenset().union(*(one.held for one in index.packed))
-    parts = [target.fqn for target in plan.targets if target.fqn in inside]
-    if parts:
-        raise UnsupportedError(
-            f"{some(parts)}: inside of an item of {index.root}, which dcp.load loads as a whole.",
             hint=_COPY_DOES_IT,
         )
 

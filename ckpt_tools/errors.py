@@ -348,11 +348,9 @@ def reason_of(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def unreadable(
-    path: object, error: OSError, *, doing: str = "read", hint: str | None = None
-) -> UnreadableError:
+def unreadable(path: object, error: OSError, *, doing: str = "read") -> UnreadableError:
     """What to raise for the system's error while reading, listing or opening this path."""
-    return UnreadableError(f"{path} cannot be {doing}: {reason_of(error)}.", hint=hint)
+    return UnreadableError(f"{path} cannot be {doing}: {reason_of(error)}.")
 
 
 def unwritable(

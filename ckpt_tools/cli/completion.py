@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
 from ckpt_tools.cli import options
 
-_SHELLS = ("bash", "zsh", "fish")
+_SHELLS = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
 _VARIABLE = "_CKPT_TOOLS_COMPLETE"
 
 # click's scripts take a name for shell text, where it comes from a file of anybody. bash puts it on
@@ -37,15 +37,12 @@ checkpoint.
     "completion",
     cls=options.Command,
     help=_HELP,
-    params=[click.Argument(["shell"], type=click.Choice(_SHELLS))],
+    params=[click.Argument(["shell"], type=click.Choice([*_SHELLS]))],
 )
 def command(*, shell: str) -> None:
     """Print the script of one shell."""
-    shell_class = get_completion_class(shell)
-    if shell_class is None:
-        raise click.UsageError(f"This click has no completion for {shell}.")
     group = click.get_current_context().find_root().command
-    maker = shell_class(group, {}, "ckpt-tools", _VARIABLE)
+    maker = _SHELLS[shell](group, {}, "ckpt-tools", _VARIABLE)
     # Not `source()`: for bash that looks which version is installed here, where it may not run.
     script = maker.source_template
     for theirs, ours in _MENDED.get(shell, {}).items():

@@ -179,16 +179,16 @@ def say_error(error: CkptError) -> None:
 
     With -vv the traceback of the exception in hand comes first.
     """
-    if verbosity(click.get_current_context()) >= 2:
+    if _verbosity() >= 2:
         import traceback  # late, here and below: it loads much, and few errors are shown so
 
         _echo(traceback.format_exc().split("\n"))
     first, *more = error.message.split("\n")
     hint = _hint(error) or ""
-    first, *rest = _wrapped(f"Error: {first}", indent="  ")
+    first, *rest = _wrapped(f"Error: {first}")
     click.echo(first.replace("Error:", click.style("Error:", fg="red", bold=True), 1), err=True)
     more = [*map(str.strip, more), *hint.split("\n"), *_causes(error)]
-    _echo([*rest, *(line for text in more if text for line in _wrapped(f"  {text}", indent="  "))])
+    _echo([*rest, *(line for text in more if text for line in _wrapped(f"  {text}"))])
 
 
 def error_json(error: CkptError) -> dict[str, str | list[str] | None]:
@@ -216,7 +216,7 @@ def _hint(error: CkptError) -> str | None:
 
 def _causes(error: BaseException) -> list[str]:
     """What led to an error, with -v: the exceptions that it was raised from."""
-    if error.__cause__ is None or not verbosity(click.get_current_context()):
+    if error.__cause__ is None or not _verbosity():
         return []
     cause = error.__cause__
     return [f"Because of {type(cause).__name__}: {cause}", *_causes(cause)]
@@ -233,17 +233,17 @@ def saying() -> Callable[[str], None]:
 
     def told(text: str) -> None:
         if not meta.get(_QUIET, False):
-            _echo(_wrapped(printable(text), indent="  "))
+            _echo(_wrapped(printable(text)))
 
     return told
 
 
 def answer(text: str) -> None:
     """Print one line of an answer to stdout, wrapped on a terminal."""
-    click.echo("\n".join(_wrapped(printable(text), indent="  ", on=sys.stdout)))
+    click.echo("\n".join(_wrapped(printable(text), on=sys.stdout)))
 
 
-def _wrapped(text: str, *, indent: str, on: TextIO | None = None) -> list[str]:
+def _wrapped(text: str, *, on: TextIO | None = None) -> list[str]:
     """The text wrapped to the width of the terminal; one line when ``on`` (stderr) is no terminal.
 
     A command to copy stays on its line: one between backticks, or a line that begins with one.
@@ -256,7 +256,7 @@ def _wrapped(text: str, *, indent: str, on: TextIO | None = None) -> list[str]:
 
     bound = _BETWEEN_TICKS.sub(lambda ticked: ticked[0].replace(" ", "\0"), text)
     lines = wrap(
-        bound, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        bound, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
     return [line.replace("\0", " ") for line in lines]
 
@@ -266,18 +266,18 @@ def is_quiet() -> bool:
     return bool(click.get_current_context().meta.get(_QUIET, False))
 
 
-def set_quiet(ctx: click.Context, *, on: bool) -> None:
+def set_quiet(ctx: click.Context, _: click.Parameter, on: bool) -> None:  # noqa: FBT001 (click's)
     """Have notes and progress left out."""
     ctx.meta[_QUIET] = on
 
 
-def verbosity(ctx: click.Context) -> int:
+def _verbosity() -> int:
     """How often -v was given: 0, 1 or 2."""
-    count = ctx.meta.get(_VERBOSE, 0)
+    count = click.get_current_context().meta.get(_VERBOSE, 0)
     return count if isinstance(count, int) else 0
 
 
-def set_verbosity(ctx: click.Context, count: int) -> None:
+def set_verbosity(ctx: click.Context, _: click.Parameter, count: int) -> None:
     """Set how much is said of errors; with -vv a crash shows its whole traceback."""
     ctx.meta[_VERBOSE] = count
     if count >= 2:

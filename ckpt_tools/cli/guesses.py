@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import click
 
@@ -126,9 +126,7 @@ def arguments(command: click.Command, args: Sequence[str]) -> list[str]:
     return understood
 
 
-def no_option(
-    command: click.Command, name: str, others: Mapping[str, click.Command]
-) -> UsageError | None:
+def no_option(command: click.Command, name: str, ctx: click.Context) -> UsageError | None:
     """The error for an option that a command lacks, when it is known what to type instead."""
     meant = _meant(name)
     options = _options(command)
@@ -140,7 +138,12 @@ def no_option(
     if name == "--format" and "--json" in options:
         forms = " and ".join(one for one in ("--json", "--csv") if one in options)
         return UsageError(f"{command.name} has no {name}.", hint=f"There is {forms}.")
-    having = [one for one, other in others.items() if meant in _options(other)]
+    having, parent = list[str](), ctx.parent
+    if parent is not None and isinstance(parent.command, click.Group):
+        for one in parent.command.list_commands(parent):
+            other = parent.command.get_command(parent, one)
+            if other is not None and meant in _options(other):
+                having.append(one)
     if meant in options or not having:
         return None
     word = "an option" if meant == name else f"{meant} here, an option"

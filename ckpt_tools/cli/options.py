@@ -54,14 +54,14 @@ _OF_ALL = (
         ["-v", "--verbose"],
         count=True,
         expose_value=False,
-        callback=lambda ctx, _param, value: set_verbosity(ctx, value),
+        callback=set_verbosity,
         help="Show the cause of an error; -vv shows tracebacks.",
     ),
     click.Option(
         ["-q", "--quiet"],
         is_flag=True,
         expose_value=False,
-        callback=lambda ctx, _param, value: set_quiet(ctx, on=value),
+        callback=set_quiet,
         help="No notes and no progress on stderr.",
     ),
 )
@@ -76,7 +76,7 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, words)
         except click.NoSuchOption as error:
-            raise guesses.no_option(self, error.option_name, _commands(ctx)) or error from error
+            raise guesses.no_option(self, error.option_name, ctx) or error from error
         except click.MissingParameter as error:
             _, _, first = (self.help or "").partition("Examples:\n")
             example = first.strip().partition("\n")[0]
@@ -120,16 +120,6 @@ class Command(click.Command):
             records = [record for option in taken if (record := option.get_help_record(ctx))]
             with formatter.section(heading):
                 formatter.write_dl(records)
-
-
-def _commands(ctx: click.Context) -> dict[str, click.Command]:
-    """Every command by its name."""
-    parent = ctx.parent
-    if parent is None or not isinstance(parent.command, click.Group):
-        return {}
-    group = parent.command
-    commands = {name: group.get_command(parent, name) for name in group.list_commands(parent)}
-    return {name: command for name, command in commands.items() if command is not None}
 
 
 Asked = TypeVar("Asked", bound="DataclassInstance")

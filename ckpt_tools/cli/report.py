@@ -12,7 +12,7 @@ from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.inspection import Inspection, VerdictPart
 from ckpt_tools.cli import entries, render
 from ckpt_tools.core import records
-from ckpt_tools.core.index import CheckpointIndex, Count
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, first_of, format_size, some
 from ckpt_tools.proof.look import look
 
@@ -99,25 +99,15 @@ def written_as(facts: Inspection) -> str:
 
 def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:
     """The cells of `SECTION_HEADER` for each section that holds anything."""
-    return [
-        (
-            section,
-            f"{one.tensors:,}",
-            f"{one.objects:,}",
-            f"{one.numel:,}",
-            format_size(one.nbytes),
-            _dtype_words(one),
-        )
-        for section, one in summary.sections_of(index).items()
-        if one.tensors or one.objects
-    ]
-
-
-def _dtype_words(one: Count) -> str:
-    """The element types, with the share of each when there are several."""
-    if len(one.dtypes) < 2:
-        return ", ".join(one.dtypes)
-    return ", ".join(f"{name} {_percent(n, one.numel)}" for name, n in one.dtypes.items())
+    rows: list[tuple[str, ...]] = []
+    for section, one in summary.sections_of(index).items():
+        types = list(one.dtypes)
+        if len(types) > 1:
+            types = [f"{name} {_percent(n, one.numel)}" for name, n in one.dtypes.items()]
+        counts = [f"{count:,}" for count in (one.tensors, one.objects, one.numel)]
+        if one.tensors or one.objects:
+            rows.append((section, *counts, format_size(one.nbytes), ", ".join(types)))
+    return rows
 
 
 def _percent(part: int, whole: int) -> str:

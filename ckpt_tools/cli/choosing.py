@@ -6,7 +6,7 @@ Here are the options that choose among several, and what a shell completes names
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import click
 
@@ -30,7 +30,7 @@ from ckpt_tools.formats import SMALL_OBJECT, ReadOptions, is_checkpoint, open_ob
 from ckpt_tools.formats.frameworks import whole_of
 from ckpt_tools.storage.reader import Files
 
-_CHOSEN = "ckpt_tools.chosen"
+_CHOSEN = "ckpt_tools.chosen"  # a run, and the checkpoint in it, and how it is read
 # A shell lists what it is offered; nobody reads more than this.
 _MOST_OFFERED = 2_000
 
@@ -86,7 +86,7 @@ class Reading:
         if not self.chooses:
             return ckpt
         found = formats.of_step(ckpt, self.step)
-        click.get_current_context().meta[_CHOSEN] = _Chosen(ckpt, found, self.options)
+        click.get_current_context().meta[_CHOSEN] = ckpt, found, self.options
         return found
 
     def read(self, ckpt: str) -> CheckpointIndex:
@@ -103,25 +103,19 @@ def read(ckpt: str, options: ReadOptions) -> CheckpointIndex:
     return index
 
 
-class _Chosen(NamedTuple):
-    """The checkpoint ``path`` that --latest or --step have chosen in ``run``."""
-
-    run: str
-    path: str
-    options: ReadOptions
-
-
 def newest_complete() -> str | None:
     """Which step is the newest complete one, where that of --latest or --step is not complete."""
-    chosen: _Chosen | None = click.get_current_context().meta.get(_CHOSEN)
+    meta = click.get_current_context().meta
+    chosen: tuple[str, str, ReadOptions] | None = meta.get(_CHOSEN)
     if chosen is None or environment.is_follower():
         return None
+    run, path, options = chosen
     from ckpt_tools.proof.latest import latest_complete, problem_of  # late: only for what is wrong
 
     try:
-        if problem_of(chosen.path, chosen.options) is None:
+        if problem_of(path, options) is None:
             return None
-        saved = latest_complete(chosen.run, chosen.options)
+        saved = latest_complete(run, options)
     except AnswerNo as error:
         return error.message
     except CheckpointError:  # several are of one step

@@ -178,10 +178,7 @@ class Conversion(Generic[P]):
 
 
 class Executor(Protocol):
-    """Executes plans of indexes that it has read; ``locate`` is how it wants chunks located.
-
-    One that ``compares`` also makes the comparisons with the source that the options want.
-    """
+    """Executes plans of indexes that it has read; ``locate`` is how it wants chunks located."""
 
     @property
     def read_index(self) -> Read: ...  # noqa: D102 (said above)
@@ -189,16 +186,13 @@ class Executor(Protocol):
     @property
     def locate(self) -> Locate: ...  # noqa: D102 (said above)
 
-    @property
-    def compares(self) -> bool: ...  # noqa: D102 (said above)
-
     def run(
         self, index: CheckpointIndex, plan: Plan, place: OutputPlace, seen: KnownCrcs
-    ) -> tuple[str, ...]:
+    ) -> tuple[str, ...] | None:
         """Do the works of a plan of ``index`` and write its files; none when all is written.
 
         ``seen`` gets the CRC-32s of what is read of the source, where the options want that. Gives
-        notes on what it has compared.
+        notes on what it has compared with the source; None when that is left to the caller.
         """
 
 
@@ -249,7 +243,7 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
         left, seen = replace(plan, files=plans), KnownCrcs()
         notes = executor.run(index, left, spec.place, seen)
         listener.on_written()
-        if not executor.compares:
+        if notes is None:
             notes = _compared(plan, options, spec.place.folder, seen, listener)
     return replace(plan, notes=(*plan.notes, *resumed, *notes))
 

@@ -67,7 +67,6 @@ class _LoadAndSave:
     listener: Listener
     device_type: str
     locate: Locate = formats.locate_later
-    compares: bool = False
 
     def read_index(self, path: str, options: ReadOptions) -> CheckpointIndex:
         """The index of a path. Raises what torch's own functions cannot do with it."""
@@ -81,12 +80,11 @@ class _LoadAndSave:
         plan: Plan,
         place: OutputPlace,
         seen: KnownCrcs,  # noqa: ARG002 (torch reads)
-    ) -> tuple[str, ...]:
+    ) -> None:
         """Load into empty tensors in their new placement, save them, see that all is there."""
         if begin(self.group, plan.files, place, self.write.sizes, source=index):
             with writing(place):
                 self._run(index, plan, place)
-        return ()
 
     def _run(self, index: CheckpointIndex, plan: Plan, place: OutputPlace) -> None:
         group = self.group

@@ -64,7 +64,6 @@ class _Gatherer:
     device_type: str
     headers: list[RankHeaders] = field(default_factory=list)
     locate: Locate = formats.locate
-    compares: bool = True
 
     def read_index(self, path: str, options: ReadOptions) -> CheckpointIndex:
         """The index of all ranks' files, each of which is read by its own rank alone."""

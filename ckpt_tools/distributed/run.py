@@ -228,7 +228,7 @@ def _lead_or_follow(
         return write_by(conversion, executor, replace(listener, on_written=written))
     plan = conversion.plan(executor.locate)
     notes = executor.run(index, plan, atomic_output.place_of(out), KnownCrcs())
-    return replace(plan, notes=(*plan.notes, *notes))
+    return replace(plan, notes=(*plan.notes, *(notes or ())))
 
 
 # -------------------------------------------------------------------------------------- executors
@@ -247,7 +247,6 @@ class _Here:
     workers: int
     listener: Listener
     read_index: Read = formats.read_index
-    compares: bool = False
 
     @property
     def locate(self) -> Locate:
@@ -260,10 +259,10 @@ class _Here:
         plan: Plan,
         place: OutputPlace,
         seen: KnownCrcs,
-    ) -> tuple[str, ...]:
+    ) -> None:
         """Do the works of a plan and write its files."""
         if not plan.files:
-            return ()
+            return
         with Files(sizes=self.options.sizes) as files:
             _do(plan.works, files, plan.source)
         times = 2 if self.options.check else 1  # written, and read back
@@ -280,7 +279,6 @@ class _Here:
             orders = [_share_order(options, plan, place, share) for share in shares]
             write_with_workers(orders, on_bytes=self.listener.on_bytes, seen=seen)
         place.finish_all(plan.files)
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +290,8 @@ class _Sharing:
     listener: Listener
     read_index: Read = formats.read_index
     locate: Locate = formats.locate_later
-    compares: bool = False
 
-    def run(
-        self, index: CheckpointIndex, plan: Plan, place: OutputPlace, seen: KnownCrcs
-    ) -> tuple[str, ...]:
+    def run(self, index: CheckpointIndex, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
         """Write this rank's share of the files that are left."""
         # Late: only ranks of a job agree.
         from ckpt_tools.distributed.agreement import begin, require_all_written, stopping
@@ -304,7 +299,7 @@ class _Sharing:
         group, options = self.group, self.options
         left = begin(group, plan.files, place, options.sizes, source=index)
         if not left:
-            return ()
+            return
         read_back = left.length if options.check else 0  # by rank 0, which prints
         self.listener.on_total(left.length // group.size + read_back)
         with group.collective():  # no rank writes any more when rank 0 cleans up
@@ -318,7 +313,6 @@ class _Sharing:
         if options.checks_source:
             for part in group.gather(seen.packed()):
                 seen.add_packed(part)
-        return ()
 
 
 def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: Share) -> ShareOrder:

@@ -119,7 +119,7 @@ def _paths(ckpts: list[str], asked: _Asked) -> None:
 
 def _page(ckpts: list[str], html: str, asked: _Asked) -> None:
     """Write the report of one checkpoint as a page."""
-    from ckpt_tools.cli.pictures import banner, files, pages  # late: most are for the terminal
+    from ckpt_tools.cli.pictures import banner, pages, shell  # late: most are for the terminal
 
     if len(ckpts) > 1 or asked.json or asked.path_only:
         raise UsageError("--html reports one checkpoint, and not as --json or --path-only.")
@@ -132,7 +132,7 @@ def _page(ckpts: list[str], html: str, asked: _Asked) -> None:
     except CheckpointError as error:
         failure = error
     page = pages.report_page(whole, index, seen=seen, unseen=failure)
-    files.write(html, page, sources=(*ckpts, *sources_of(whole)), force=asked.force)
+    shell.write(html, page, sources=(*ckpts, *sources_of(whole)), force=asked.force)
     whole.require_whole()
     if failure is not None:
         raise failure

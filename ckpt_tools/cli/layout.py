@@ -103,12 +103,12 @@ def command(asked: _Asked) -> None:
     if json:
         render.emit_json(_json(whole.root, before, after))
     elif html is not None:
-        from ckpt_tools.cli.pictures import files, pages
+        from ckpt_tools.cli.pictures import pages, shell
         from ckpt_tools.proof.look import look
 
         inspection = look(whole, chosen)
         picture = pages.layout_page(inspection, before, after, problems=whole.problems)
-        files.write(html, picture, sources=(ckpt, *sources_of(whole)), force=asked.force)
+        shell.write(html, picture, sources=(ckpt, *sources_of(whole)), force=asked.force)
     elif name is not None:
         render.emit(_one_lines(before.tensors[0], before, after))
     else:

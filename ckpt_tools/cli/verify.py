@@ -309,10 +309,9 @@ def _all_lost(report: VerifyReport) -> list[str]:
 def _rescue(report: VerifyReport) -> Iterator[render.Fact]:
     """The command that writes what is complete of the model, where that is most of it."""
     gone = {one.fqn: one.section for one in report.damaged if one.lost}
-    if not gone:
-        return
     names = [name for name, section in gone.items() if section == "model"]
-    if len(names) <= _FEW and not report.lost and len(gone) < report.tensors:
+    is_most = len(names) <= _FEW and not report.lost and len(gone) < report.tensors
+    if gone and is_most:
         without = "".join(f" -x {shlex.quote(glob.escape(name))}" for name in names)
         yield "rescue", f"ckpt-tools export {shlex.quote(report.root)} -o OUT{without}"
 

@@ -13,8 +13,7 @@ from time import gmtime, strftime
 from ckpt_tools._version import __version__
 from ckpt_tools.analysis.inspection import Inspection, VerdictPart
 from ckpt_tools.cli import choosing, report
-from ckpt_tools.cli.pictures import files
-from ckpt_tools.cli.pictures.shell import page, table, text
+from ckpt_tools.cli.pictures.shell import page, table, text, write
 from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex, FileState
 from ckpt_tools.core.text import first_of
@@ -78,7 +77,7 @@ def read(ckpt: str, html: str, reading: ReadOptions, *, force: bool) -> Checkpoi
         with suppress(OSError):
             is_there = not elsewhere and (paths.exists(ckpt) or bool(paths.glob(ckpt)))
         if is_there:
-            files.write(html, failure_page(ckpt, error), sources=(ckpt,), force=force)
+            write(html, failure_page(ckpt, error), sources=(ckpt,), force=force)
         raise
 
 

@@ -1,4 +1,4 @@
-"""The frame of a page: one HTML file with its style and its script, and no network.
+"""The frame of a page: one HTML file with its style and its script, and no network; and writes it.
 
 Without the script all is there; it only adds a filter. It knows nothing of what the page shows.
 """
@@ -9,7 +9,12 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+import click
+
+from ckpt_tools.cli import render
 from ckpt_tools.cli.pictures import colors
+from ckpt_tools.copying import one_file
+from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import printable
 
 _FOLDER = os.path.dirname(__file__)
@@ -58,3 +63,16 @@ def table(
 def _file(name: str) -> str:
     with open(os.path.join(_FOLDER, name), encoding="utf-8") as file:
         return file.read()
+
+
+def write(path: str, page: str, *, sources: tuple[str, ...], force: bool) -> None:
+    """Write a page to a file, whole or not at all, and say so on stdout; ``-`` is stdout itself.
+
+    Raises what `one_file.write` raises.
+    """
+    if path == "-":
+        click.echo(page, nl=False)
+        return
+    data = page.encode(errors="backslashreplace")
+    one_file.write(path, data, sources=sources, force=force)
+    render.emit([f"{path}: {format_size(len(data))}"])

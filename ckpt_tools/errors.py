@@ -187,7 +187,10 @@ _ARGUMENTS = (
     *("--step", "--threads", "--max-shard-size", "--weights", "--ema", "--format", "--like"),
     *("--param-names", "--torch-version"),
 )
-_SWITCHES = ("--force", "--latest", "--latest-complete", "--check", "--resume", "--keep-names")
+_SWITCHES = (
+    *("--force", "--latest", "--latest-complete", "--check", "--resume", "--keep-names"),
+    "--keep-rank-states",
+)
 _RENAMED = {"-x": "exclude", "-i": "include", "--place": "rules", "--dtype-for": "dtypes"}
 # Commands that stand in hints, and what does the same.
 _CALLS = (

@@ -12,7 +12,7 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import only_one_of, option
-from ckpt_tools.core.text import counted, some
+from ckpt_tools.core.text import are, counted, some
 from ckpt_tools.errors import AnswerNo, CkptError, UsageError
 from ckpt_tools.proof.stats import GroupStats, Statistics, TensorStats, groups_of, stats
 from ckpt_tools.storage.reader import Files
@@ -101,9 +101,8 @@ def _refuse_nonfinite(statistics: Statistics) -> None:
     """Raise AnswerNo for values that are not finite."""
     if statistics.nonfinite:
         names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
-        verb = "is" if statistics.nonfinite == 1 else "are"
-        values = counted(statistics.nonfinite, "value")
-        raise AnswerNo(f"{statistics.root}: {values} {verb} NaN or infinite, in {some(names)}.")
+        values = f"{counted(statistics.nonfinite, 'value')} {are(statistics.nonfinite)}"
+        raise AnswerNo(f"{statistics.root}: {values} NaN or infinite, in {some(names)}.")
 
 
 def _steps(asked: _Asked) -> None:

@@ -214,9 +214,7 @@ def _plan_layout(
     chosen = select(index, options)
     chosen, of_ranks = without_old_ranks(chosen, ranks, places=frameworks.row_of(layout).places)
     with Files() as files:
-        located = locate(chosen, files)
-        names.require_chosen(located)
-        located = loadable(formats.open_objects(located, files))
+        located = _whole(chosen, options, locate, files)
         located, left_out = without_unopened(located, None)
         made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
         targets, kept = _targets(made, DtypePolicy(options.dtype, options.dtypes, index))
@@ -248,11 +246,12 @@ def _whole(
 
 
 def _keeps_nesting(options: ExportOptions) -> bool:
-    """Whether the output gets the source's own nesting and objects: a state dict as it was.
+    """Whether the output gets the source's objects, and its nesting or that of a framework.
 
     Only so can an optimizer load it: its state is nested, and its groups are objects.
     """
-    return formats.named(options.format).nested and options.keep_names and not options.steps
+    as_it_was = options.keep_names and not options.steps
+    return options.layout is not None or (formats.named(options.format).nested and as_it_was)
 
 
 def _in_containers(

@@ -14,7 +14,8 @@ from itertools import count
 from typing import ClassVar
 
 from ckpt_tools import formats
-from ckpt_tools.analysis import infer_mesh as inference
+from ckpt_tools.analysis import summary
+from ckpt_tools.analysis.infer_mesh import cut_of
 from ckpt_tools.convert import arranging
 from ckpt_tools.convert.export import renamed
 from ckpt_tools.convert.header_strings import NO_PLACE, left_out_strings
@@ -404,18 +405,17 @@ def _sharded(index: CheckpointIndex) -> frozenset[str]:
     return frozenset(
         entry.fqn
         for entry in index.tensors
-        if entry.layout is not None or inference.cut_of(entry) is not None
+        if entry.layout is not None or cut_of(entry) is not None
     )
 
 
 def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
     """Each tensor's layout in another checkpoint: stated, or inferred from its boxes."""
-    if like.mesh is not None or any(entry.layout is not None for entry in like.tensors):
-        return {entry.fqn: entry.layout for entry in like.tensors}
-    inferred = inference.infer(like.tensors, world_size=like.world_size)
-    if inferred is None:
+    found = summary.mesh_of(like)
+    if found is None:
         raise UsageError(f"{like.root}: it has no mesh, so --like cannot use it.")
-    return {entry.fqn: inferred.layout_of(entry) for entry in like.tensors}
+    known = {entry.fqn: summary.layout_of(entry, found) for entry in like.tensors}
+    return {fqn: None if one is None else one[0] for fqn, one in known.items()}
 
 
 def _moved_to_mesh(entry: TensorEntry, layout: Layout | None, mesh: Mesh) -> Layout | None:

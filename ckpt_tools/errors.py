@@ -152,7 +152,11 @@ class CkptError(Exception):
         From Python 3.11 on it stands below the traceback.
         """
         ways = self.instead.ways[:_MOST_COMMANDS] if self.instead else ()
-        lines = [_in_python(self.advice or ""), *map(_as_arguments, ways)]
+        lines = [_in_python(self.advice or "")]
+        for way in ways:  # 'run/step-2', or exclude='optim.*'
+            pairs = zip(way.options[::2], way.options[1::2], strict=True)
+            named = [f"{_in_python(option)}={value!r}" for option, value in pairs]
+            lines.append(", ".join([*([repr(way.path)] if way.path else []), *named]))
         self.advice, self.instead = "\n".join(filter(None, lines)) or None, None
         self.__notes__ = [] if self.advice is None else [self.advice]
 
@@ -211,13 +215,6 @@ def _in_python(text: str) -> str:
     for command, call in _CALLS:
         text = re.sub(command, call, text)
     return re.sub(r"(?<![\w-])(--[a-z][a-z-]*|-[xi]\b)", argument, text)
-
-
-def _as_arguments(way: Way) -> str:
-    """``'run/step-2'``, ``exclude='optim.*'``."""
-    pairs = zip(way.options[::2], way.options[1::2], strict=True)
-    named = [f"{_in_python(option)}={value!r}" for option, value in pairs]
-    return ", ".join([*([repr(way.path)] if way.path else []), *named])
 
 
 def _lines(*lines: str) -> str:

@@ -129,28 +129,27 @@ def interruptible() -> Iterator[None]:
 
     Nothing changes where Ctrl-C is ignored, or raises already: in a process that is not our own.
     """
+
+    def interrupt(*_: object) -> None:
+        WAITING.is_stopped = True  # else the process ends when the last thread has waited
+        raise KeyboardInterrupt
+
+    def terminate(*_: object) -> None:
+        WAITING.is_stopped = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what is done must be done
+        raise Terminated
+
     outside = signal.getsignal(signal.SIGINT)
     if not callable(outside) or outside is signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _interrupt)
-    before = signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, outside)
         signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(*_: object) -> None:
-    WAITING.is_stopped = True  # else the process ends when the last thread has waited
-    raise KeyboardInterrupt
-
-
-def _terminate(*_: object) -> None:
-    WAITING.is_stopped = True
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what is done then must be done
-    raise Terminated
 
 
 def end_if_interrupted(unraisable: sys.UnraisableHookArgs) -> None:

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 from ckpt_tools import formats
@@ -17,7 +16,7 @@ from ckpt_tools.cli import choosing, options, render, shaping
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, refuse_check, reshard_of
-from ckpt_tools.convert.write import Conversion, Read, WriteOptions
+from ckpt_tools.convert.write import Conversion, Read
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.core import records
 from ckpt_tools.core.layout import Placement
@@ -155,8 +154,12 @@ def command(asked: _Asked) -> None:
         write = replace(write, resume=False)
     refuse_check(asked.wanted, write)
     executing = run.engine_named(engine, asked.wanted)
-    started = time.monotonic()
-    make, out, writing = partial(_conversion, asked, write), asked.out, asked.writing
+    started, out, writing = time.monotonic(), asked.out, asked.writing
+
+    def make(read: Read) -> Conversion[ReshardPlan]:
+        index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
+        return reshard_of(index, out, write, asked.wanted)
+
     plan = shaping.carried_out(make, out, write, writing, engine=executing, texts=texts)
     if writing.options.resume and not write.resume and not dry_run:
         note = f"--engine {engine} records no finished files: --resume started from the beginning."
@@ -226,11 +229,6 @@ def _steps(asked: _Asked) -> tuple[Transform, ...]:
     if steps and asked.engine != "copy":
         raise UsageError(f"Other names and --untie need --engine copy, not {asked.engine}.")
     return tuple(steps)
-
-
-def _conversion(asked: _Asked, write: WriteOptions, read: Read) -> Conversion[ReshardPlan]:
-    index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
-    return reshard_of(index, asked.out, write, asked.wanted)
 
 
 def _param_names(text: str, read: ReadOptions) -> ParamNames:

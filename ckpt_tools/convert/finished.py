@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from tempfile import TemporaryFile
 
 from ckpt_tools.convert.locating import located_tasks
@@ -54,23 +53,20 @@ def _is_equal(plan: FilePlan, path: str, source: CheckpointIndex, files: Files, 
         for offset, data in without_slots(InlineBytes(*literal), slots):
             if files.read(path, offset, len(data)) != data:
                 return False
+    items = [item._replace(crc_at=()) for item in plan.items if item.box.numel]
+    tasks = []  # that write the first elements of an item each
+    for item in items[:: max(1, -(-len(items) // most))]:
+        itemsize = item.target.itemsize
+        box = next(slabs(item.box, max_numel=max(1, files.sizes.sample // itemsize)))
+        piece = Slab(item.offset, box.numel * itemsize, item, box)
+        tasks.append(Task(plan, 0, piece.nbytes, (), (piece,), None, 1))
     writer = TaskWriter(files, memory=MIN_MEMORY, moved=ignore_bytes, stop=threading.Event())
     with TemporaryFile() as made:
         os.ftruncate(made.fileno(), plan.length)  # of a sparse file
         output = Output(path, made.fileno())
-        for task in located_tasks(list(_samples(plan, files.sizes.sample, most)), source, files):
+        for task in located_tasks(tasks, source, files):
             writer.write(task, output)
             start, end = task.span
             if os.pread(made.fileno(), end - start, start) != files.read(path, start, end - start):
                 return False
     return True
-
-
-def _samples(plan: FilePlan, sample: int, most: int) -> Iterator[Task]:
-    """Tasks that write the first elements of an item each, of at most so many items."""
-    items = [item._replace(crc_at=()) for item in plan.items if item.box.numel]
-    for item in items[:: max(1, -(-len(items) // most))]:
-        itemsize = item.target.itemsize
-        box = next(slabs(item.box, max_numel=max(1, sample // itemsize)))
-        piece = Slab(item.offset, box.numel * itemsize, item, box)
-        yield Task(plan, 0, piece.nbytes, (), (piece,), None, 1)

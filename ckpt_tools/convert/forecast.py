@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_tools.convert.reshard import ReshardPlan
@@ -56,18 +56,12 @@ def peak_memory(
     if engine == "gather":
         largest = max((target.entry.nbytes for target in plan.targets), default=0)
         return _WITH_TORCH + held + 2 * largest
-    return _WITH_TORCH + held + max(_held(plan), default=0)
-
-
-def _held(plan: ReshardPlan) -> Iterator[int]:
-    """Bytes of the tensors of each rank of the target mesh."""
+    shards = 0  # of the rank of the target mesh that has most
     for coordinate in plan.mesh.coordinates():
-        yield sum(
-            target.dtype.itemsize
-            * (
-                target.entry.numel
-                if target.layout is None
-                else target.layout.box(target.entry.shape, coordinate).numel
-            )
-            for target in plan.targets
-        )
+        nbytes = 0
+        for target in plan.targets:
+            entry, layout = target.entry, target.layout
+            part = entry if layout is None else layout.box(entry.shape, coordinate)
+            nbytes += part.numel * target.dtype.itemsize
+        shards = max(shards, nbytes)
+    return _WITH_TORCH + held + shards

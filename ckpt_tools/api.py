@@ -62,8 +62,7 @@ def index_of(source: Source, options: ReadOptions = ReadOptions()) -> Checkpoint
     except UnreadableError as error:
         if formats.run_of(path) and (steps := formats.steps_in(path)):
             way = "open_checkpoint(path, latest=True) opens the last step"
-            way = f"{way}, step={steps[-1]} that one."
-            error.advise(way)
+            error.advise(f"{way}, step={steps[-1]} that one.")
         raise
 
 

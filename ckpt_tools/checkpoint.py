@@ -287,11 +287,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.index.select({fqn}).require_whole()
         if noun == "tensor" and fqn in self.sections:
             hint = f"It is a section: checkpoint.{fqn} has its tensors, under their full names."
-            return NoSuchEntry(f"{self.path} has no tensor {fqn!r}.", hint=hint)
-        if noun == "tensor" and self.index.object(fqn) is not None:
+        elif noun == "tensor" and self.index.object(fqn) is not None:
             hint = f"It is an object: checkpoint.value({fqn!r}) gives its value."
-            return NoSuchEntry(f"{self.path} has no tensor {fqn!r}.", hint=hint)
-        return no_such_entry(self.index, fqn, noun)
+        else:
+            return no_such_entry(self.index, fqn, noun)
+        return NoSuchEntry(f"{self.path} has no tensor {fqn!r}.", hint=hint)
 
 
 @in_python()

@@ -63,8 +63,13 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     the others.
     """
     opener = _Opener(files, lengths_of(index))
-    entries = fetched(index.tensors, opener.edges, files) if is_address(index.root) else None
-    return located(index, opener.raw, entries=entries)
+    if not is_address(index.root):
+        return located(index, opener.raw)
+    # What fits into memory stays there until its elements are read.
+    nbytes = sum(chunk.data.length for entry in index.tensors for chunk in entry.chunks)
+    whole = _FETCHED if nbytes <= _FETCHED else max(MAX_FRAME, files.sizes.fetched_gap)
+    edges = partial(opener.edges, whole=whole)
+    return located(index, opener.raw, entries=fetched(index.tensors, edges, files))
 
 
 def fetched(
@@ -114,9 +119,9 @@ class _Opener:
         self._window = min(_MAX_WINDOW, max(MAX_FRAME, _AHEAD // max(1, len(lengths))))
         self._windows: dict[str, Window] = {}
 
-    def edges(self, entry: TensorEntry) -> Iterator[ByteRange]:
-        """What stands around the elements of a tensor's items: all that is read of most, and of
-        those that were read before, only of one of each kind.
+    def edges(self, entry: TensorEntry, *, whole: int) -> Iterator[ByteRange]:
+        """What stands around the elements of a tensor's items, and all of those of up to ``whole``
+        bytes; of those that were read before, only of one of each kind.
         """
         for chunk in entry.chunks:
             path, offset, length = chunk.data
@@ -124,9 +129,11 @@ class _Opener:
             is_first = kind is None or kind not in self._kinds_fetched
             if chunk.codec is not None and is_there(chunk.data, self._lengths) and is_first:
                 self._kinds_fetched.add(kind)
-                edge = min(length, MAX_FRAME)
-                yield ByteRange(path, offset, edge)
-                yield ByteRange(path, offset + length - edge, edge)
+                if length <= whole:
+                    yield chunk.data
+                    continue
+                yield ByteRange(path, offset, MAX_FRAME)
+                yield ByteRange(path, offset + length - MAX_FRAME, MAX_FRAME)
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""

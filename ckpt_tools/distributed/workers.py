@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.convert.locating import located_tasks
+from ckpt_tools.convert.locating import located_batches
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.resume import OutputPlace, finishing, writing
 from ckpt_tools.copying.tasks import Share, Task
@@ -74,8 +74,8 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
         finishing(order.place) as finisher,
     ):
 
-        def locate(tasks: list[Task]) -> list[Task]:
-            return tasks if order.source is None else located_tasks(tasks, order.source, files)
+        def locate(tasks: list[Task]) -> Iterable[list[Task]]:
+            return [tasks] if order.source is None else located_batches(tasks, order.source, files)
 
         on_bytes(0)
         return copy.write_files(

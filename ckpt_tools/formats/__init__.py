@@ -11,10 +11,12 @@ from dataclasses import replace
 from ckpt_tools.core.index import (
     NO_TREE,
     CheckpointIndex,
+    Chunk,
     LocatedIndex,
     ObjectEntry,
     TensorEntry,
 )
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.find import (
     checkpoints_in,
@@ -52,6 +54,7 @@ __all__ = [
     "checksummed",
     "copyable_objects",
     "detect",
+    "fetched_bytes",
     "index_files",
     "is_checkpoint",
     "locate",
@@ -70,6 +73,9 @@ __all__ = [
     "targets",
     "to_locate_in",
 ]
+
+
+_ENDS = 8 << 10  # hold what torch writes around the elements of an item
 
 
 def _formats_of(index: CheckpointIndex) -> list[Format]:
@@ -142,6 +148,12 @@ def located_in(
     located = locate(index, files)
     located.require_whole()
     return located.tensors
+
+
+def fetched_bytes(chunk: Chunk, sizes: Sizes) -> int:
+    """Bytes that `locate` fetches of a chunk in a store: all of a small one, of others the ends."""
+    length = chunk.stored.data.length
+    return length if length <= sizes.fetched_gap else _ENDS
 
 
 def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:

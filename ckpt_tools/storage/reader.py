@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
+from typing import TypeVar
 
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.sizes import Sizes
@@ -27,6 +28,7 @@ _BLOCK = 1 << 20
 _AHEAD = 8  # blocks of a window that one request of a store asks for, where they follow
 _REQUEST = 8 << 20  # bytes of a store: more are several requests, which are answered side by side
 
+_Item = TypeVar("_Item")
 Unpack = Callable[[Iterator[bytes], Callable[[bytes], object], str], None]
 
 
@@ -259,6 +261,23 @@ class Files:
         if done < least:
             raise _too_short(path, length=self.size(path), needed=offset + least)
         return done
+
+
+def batches(
+    items: Iterable[_Item], nbytes: Callable[[_Item], int], most: int
+) -> Iterator[list[_Item]]:
+    """The items in their order, so many at a time as have at most so many bytes, or one."""
+    batch: list[_Item] = []
+    left = most
+    for item in items:
+        count = nbytes(item)
+        if batch and count > left:
+            yield batch
+            batch, left = [], most
+        batch.append(item)
+        left -= count
+    if batch:
+        yield batch
 
 
 class _Fetched:

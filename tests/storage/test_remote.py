@@ -23,11 +23,14 @@ import pytest
 import torch
 from running import run
 
+from ckpt_tools import api
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import IncompleteError, OutputExistsError, UnreadableError, UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.formats.zip.read import read_archive
+from ckpt_tools.proof.fingerprint import fingerprint
 from ckpt_tools.proof.verify import verify
 from ckpt_tools.storage import fsspec_store, object_store, paths, reader, upload
 from ckpt_tools.storage.reader import Files
@@ -152,6 +155,31 @@ def test_verify_reads_what_stands_around_elements_with_them(
     with Files(sizes=Sizes(fetched_gap=0)) as files:
         assert verify(index, files).whole
     assert len(taken) < sum(len(entry.chunks) for entry in index.tensors) / 2
+
+
+@pytest.mark.parametrize("gap", [Sizes().fetched_gap, 2 << 10])
+def test_items_are_read_once_however_few_fit_into_memory(
+    gap: int,
+    tmp_path: Path,
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Items of 20 KB of eight ranks, small ones or large ones as the gap says."""
+    model, here = tmp_path / "model.pt", tmp_path / "run"
+    torch.save({f"layers.{n}.w": torch.full((8, 5000), n) for n in range(12)}, model)
+    assert run("reshard", str(model), "-o", str(here), "--to-mesh", "8").exit_code == 0
+    stored = sum(one.stat().st_size for one in here.glob("*.distcp"))
+    index = read_index(put(here, "run"))
+    sizes = Sizes(task=40_000, fetched=300_000, fetched_gap=gap)
+    taken = _counted(monkeypatch)
+    with Files(sizes=sizes) as files:
+        found = fingerprint(index, files)
+    assert stored * 0.9 < sum(taken) < stored * 1.3
+    assert found == fingerprint(read_index(str(here)), Files())
+    taken.clear()
+    api.export(index, tmp_path / "out", write=WriteOptions(sizes=sizes))
+    assert stored * 0.9 < sum(taken) < stored * 1.3
+    assert fingerprint(read_index(str(tmp_path / "out")), Files()).digest == found.digest
 
 
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:

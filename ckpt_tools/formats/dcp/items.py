@@ -40,7 +40,7 @@ from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip.frames import MAX_FRAME, KnownArchives
 from ckpt_tools.storage.paths import is_address
-from ckpt_tools.storage.reader import Files, Window
+from ckpt_tools.storage.reader import Files, Window, batches
 
 TORCH_SAVE = "torch.save"
 ZSTD = "zstd"
@@ -50,7 +50,6 @@ _CACHED_PICKLES = 4096
 _AHEAD = 16 << 20
 _NO_ARCHIVES = (".distcp", ".metadata")  # the former begins like one: with its first item
 _MAX_WINDOW = 64 << 10
-_FETCHED = 64 << 20  # bytes of a store in memory at a time
 _Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
 # The constructors that NamedTuple generates would take half a second of a million items.
 _make = tuple.__new__
@@ -67,7 +66,8 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
         return located(index, opener.raw)
     # What fits into memory stays there until its elements are read.
     nbytes = sum(chunk.data.length for entry in index.tensors for chunk in entry.chunks)
-    whole = _FETCHED if nbytes <= _FETCHED else max(MAX_FRAME, files.sizes.fetched_gap)
+    sizes = files.sizes
+    whole = sizes.fetched if nbytes <= sizes.fetched else max(MAX_FRAME, sizes.fetched_gap)
     edges = partial(opener.edges, whole=whole)
     return located(index, opener.raw, entries=fetched(index.tensors, edges, files))
 
@@ -84,25 +84,12 @@ def fetched(
     It answers after tens of milliseconds: thousands of items asked for one by one are minutes.
     Raises what `Files.fetch` raises, but for ``spared`` errors.
     """
-    batch: list[_Entry] = []
-    wanted: list[ByteRange] = []
-    ends: dict[str, int] = {}
-    left = _FETCHED
-    for entry in entries:
-        batch.append(entry)
-        for one in ranges(entry):
-            wanted.append(one)
-            gap = one.offset - ends.get(one.path, one.offset)  # is fetched with neighbours
-            left -= one.length + (gap if 0 < gap <= files.sizes.fetched_gap else 0)
-            ends[one.path] = one.offset + one.length
-        if left <= 0:
-            with suppress(*spared):
-                files.fetch(wanted, most=_FETCHED)
-            yield from batch
-            batch, wanted, left = [], [], _FETCHED
-    with suppress(*spared):
-        files.fetch(wanted, most=_FETCHED)
-    yield from batch
+    wanted = ((entry, list(ranges(entry))) for entry in entries)
+    most = files.sizes.fetched
+    for batch in batches(wanted, lambda one: sum(part.length for part in one[1]), most):
+        with suppress(*spared):
+            files.fetch((part for _, parts in batch for part in parts), most=most)
+        yield from (entry for entry, _ in batch)
 
 
 class _Opener:

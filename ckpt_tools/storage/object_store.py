@@ -7,22 +7,20 @@ later with the number EAGAIN.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from base64 import b64encode
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from errno import EACCES, EAGAIN, ENOENT
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
     from obstore import GetResult, ObjectMeta
     from obstore.auth.boto3 import Boto3CredentialProvider
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 STALLED = timedelta(seconds=10)  # without a byte
 _PART = 16 << 20  # bytes of what is sent, of one object at most so many parts
 _MOST_PARTS = 9_000
-_BLOCK = 1 << 18  # of streams: pickles of an old file, read from front to back
 _ONCE: RetryConfig = {"max_retries": 0}  # `waiting` tries again, and says so
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
 _CAUSE = re.compile(r'(?:error|message): "([^"]+)"|InvalidCertificate\(\s*(\w+)|kind: (Timeout)')
@@ -63,10 +60,8 @@ class Bucket:
 
         if not self._key(path):
             raise FileNotFoundError(ENOENT, "it is a bucket", path)
-        try:
+        with _faults_of(path):
             meta = obstore.head(self._store, self._key(path))
-        except Exception as error:
-            raise _fault(error, path) from error
         self._seen.setdefault(self._key(path), meta)
         return _facts(meta)
 
@@ -74,10 +69,8 @@ class Bucket:
         """Facts of everything in a folder, whose files are then seen anew. Raises OSError."""
         import obstore
 
-        try:
+        with _faults_of(path):
             found = obstore.list_with_delimiter(self._store, self._key(path))
-        except Exception as error:
-            raise _fault(error, path) from error
         self._seen |= {meta["path"]: meta for meta in found["objects"]}
         folders = [{"name": name, "type": "directory"} for name in found["common_prefixes"]]
         return [*map(_facts, found["objects"]), *folders]
@@ -111,26 +104,16 @@ class Bucket:
         import obstore
 
         key, part = self._key(rpath), max(_PART, os.path.getsize(lpath) // _MOST_PARTS)
-        try:
-            with open(lpath, "rb") as file:
-                parts = iter(partial(file.read, part), b"")
-                return obstore.put(self._store, key, parts, chunk_size=part, max_concurrency=4)
-        except Exception as error:
-            raise _fault(error, rpath) from error
+        with _faults_of(rpath), open(lpath, "rb") as file:
+            parts = iter(partial(file.read, part), b"")
+            return obstore.put(self._store, key, parts, chunk_size=part, max_concurrency=4)
 
     def rm_file(self, path: str) -> None:
         """Remove a file. Raises OSError."""
         import obstore
 
-        try:
+        with _faults_of(path):
             obstore.delete(self._store, self._key(path))
-        except Exception as error:
-            raise _fault(error, path) from error
-
-    def open(self, path: str, mode: str, *, block_size: int) -> BinaryIO:  # noqa: ARG002 (fsspec's)
-        """A stream that can be sought in. Raises OSError."""
-        size = self.info(path)["size"]
-        return io.BufferedReader(_Stream(self, path, int(str(size))), block_size)
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Nothing: no listings are kept here."""
@@ -188,32 +171,6 @@ class Site(Bucket):
     def _key(self, address: str) -> str:
         folder, file = (part.partition("?")[0] for part in (self._root, address))
         return unquote(file.removeprefix(folder).strip("/"))
-
-
-class _Stream(io.RawIOBase):
-    def __init__(self, bucket: Bucket, path: str, size: int) -> None:
-        self._bucket, self._path, self._size, self._at = bucket, path, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer).cast("B")
-        end = min(self._at + len(view), self._size)
-        if self._at >= end:
-            return 0
-        data = self._bucket.cat_file(self._path, start=self._at, end=end)
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 def _versions(meta: ObjectMeta) -> tuple[object, ...]:
@@ -328,6 +285,15 @@ def _words(error: Exception) -> str:
     first = str(error).partition("\n")[0].rpartition(" - ")[2].rstrip(" :.")
     causes = [next(filter(None, found)) for found in _CAUSE.findall(str(error))]
     return f"{first} ({causes[-1]})" if causes else first
+
+
+@contextmanager
+def _faults_of(address: str) -> Iterator[None]:
+    """Raise what a client raises inside of the block as an error of this address."""
+    try:
+        yield
+    except Exception as error:
+        raise _fault(error, address) from error
 
 
 def _fault(error: Exception, address: str) -> OSError | CkptError:

@@ -126,22 +126,19 @@ class Files:
         ``unpack(blocks, write, where)`` is handed the blocks of the range in order. The file goes
         when the process ends: a plan that names it outlives the object that it was made with.
         """
-        with self._spill_lock:
-            if (item, unpack) not in self._spilled:
-                self._spilled[item, unpack] = self._spill(item, unpack)
-            return self._spilled[item, unpack]
+        from tempfile import NamedTemporaryFile  # late: few unpack, and it loads much
 
-    def _spill(self, item: tuple[str, int, int], unpack: Unpack) -> tuple[str, int, int]:
         path, offset, length = item
         blocks = (
             self.read(path, start, min(_BLOCK, offset + length - start))
             for start in range(offset, offset + length, _BLOCK)
         )
-        from tempfile import NamedTemporaryFile  # late: few unpack, and it loads much
-
-        with NamedTemporaryFile(dir=temporary_folder(), delete=False) as file:
-            unpack(blocks, file.write, path)
-            return file.name, 0, file.tell()
+        with self._spill_lock:
+            if (item, unpack) not in self._spilled:
+                with NamedTemporaryFile(dir=temporary_folder(), delete=False) as file:
+                    unpack(blocks, file.write, path)
+                    self._spilled[item, unpack] = file.name, 0, file.tell()
+            return self._spilled[item, unpack]
 
     def size(self, path: str) -> int:
         """Length of the file in bytes. Raises IncompleteError when it does not exist."""
@@ -170,11 +167,10 @@ class Files:
             return bytes(self._fetch(path, offset, length))
         with self.descriptor(path) as fd:
             data = os.pread(fd, length, offset)
-            while len(data) < length:
-                more = os.pread(fd, length - len(data), offset + len(data))
-                if not more:
-                    raise _too_short(path, length=self.size(path), needed=offset + length)
-                data += more
+        if len(data) < length:  # more than the system reads in one go, or than there is
+            rest = bytearray(length - len(data))
+            self.read_into(path, offset + len(data), memoryview(rest))
+            data += rest
         return data
 
     def fetch(self, ranges: Iterable[tuple[str, int, int]], *, most: int | None = None) -> None:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 # What obstore reads, unless fsspec is configured for it.
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 AT_ONCE = 64  # requests of this process
-# A web server lists no folder: it is asked for these, which name the other files.
+# Name the other files: a web server, which lists no folder, is asked for them, and another store
+# while it lists one, for as many of their bytes.
+_INDEX_BYTES = 1 << 20
 _INDEX_FILES = (".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 # A web server is asked for the same facts by every reader that looks at a folder: an answer holds
 # for so many seconds.
@@ -202,9 +204,14 @@ def _facts_of(address: str) -> Facts:
 
 def _ask_facts(address: str) -> Facts:
     knows_files_alone = not is_web(address) and uses_obstore(address)
-    # What is named like a folder is listed at the same time.
-    ahead = knows_files_alone and "." not in _tail(address)
-    listed = pool().submit(listing, address) if ahead else None
+    listed = None
+    if knows_files_alone and "." not in _tail(address):  # as folders are named
+        from ckpt_tools.storage.object_store import Bucket  # late: see `_protocol`
+
+        if isinstance(bucket := _file_system(address), Bucket):  # one for all threads
+            for name in _INDEX_FILES:
+                bucket.begin(f"{address}/{name}", _INDEX_BYTES, pool())
+        listed = pool().submit(listing, address)
     try:
         return _facts(_asked(address, lambda system: system.info(address)))
     except FileNotFoundError:

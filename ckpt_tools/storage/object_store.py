@@ -21,6 +21,8 @@ from urllib.parse import unquote, urlsplit
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor, Future
+
     from obstore import GetResult, ObjectMeta
     from obstore.auth.boto3 import Boto3CredentialProvider
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
@@ -53,6 +55,7 @@ class Bucket:
         self._root = root
         self._store = _opened(root) if store is None else store
         self._seen: dict[str, ObjectMeta] = {}
+        self._begun: dict[str, Future[tuple[ObjectMeta, memoryview]]] = {}
 
     def info(self, path: str) -> Mapping[str, object]:
         """Facts of a file. Raises FileNotFoundError, also of a folder, or another OSError."""
@@ -75,6 +78,11 @@ class Bucket:
         folders = [{"name": name, "type": "directory"} for name in found["common_prefixes"]]
         return [*map(_facts, found["objects"]), *folders]
 
+    def begin(self, path: str, nbytes: int, pool: Executor) -> None:
+        """Ask for the first bytes of a file that may be there, before they are read."""
+        key = self._key(path)
+        self._begun[key] = pool.submit(self._asked, key, 0, nbytes)
+
     def cat_file(self, path: str, *, start: int, end: int) -> memoryview:
         """The bytes of a file from ``start`` to ``end``, fewer where it ends.
 
@@ -82,13 +90,12 @@ class Bucket:
         """
         key = self._key(path)
         try:
-            answer = self._answer(key, start, end)
-            data = memoryview(answer.bytes())
+            meta, data = self._begun_or_asked(key, start, end)
         except Exception as error:
             if "416" in _status(error):
                 return memoryview(b"")
             raise _fault(error, path) from error
-        if _is_another(self._seen.setdefault(key, answer.meta), answer.meta):
+        if _is_another(self._seen.setdefault(key, meta), meta):
             self._seen.pop(key, None)  # who reads again begins again
             raise UnreadableError(
                 f"{path} has been replaced while it was read.",
@@ -117,6 +124,19 @@ class Bucket:
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Nothing: no listings are kept here."""
+
+    def _begun_or_asked(self, key: str, start: int, end: int) -> tuple[ObjectMeta, memoryview]:
+        begun = self._begun.pop(key, None)
+        if begun is not None and start == 0 and begun.exception() is None:
+            meta, data = begun.result()
+            is_listed = not _is_another(self._seen.get(key, meta), meta)
+            if is_listed and len(data) >= min(end, meta["size"]):
+                return meta, data[:end]
+        return self._asked(key, start, end)
+
+    def _asked(self, key: str, start: int, end: int) -> tuple[ObjectMeta, memoryview]:
+        answer = self._answer(key, start, end)
+        return answer.meta, memoryview(answer.bytes())
 
     def _answer(self, key: str, start: int, end: int) -> GetResult:
         import obstore

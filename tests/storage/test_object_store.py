@@ -172,6 +172,9 @@ def test_what_was_begun_is_read_if_it_is_of_the_version_that_was_seen(store: typ
     for end in (50, 60):  # begun, then asked for
         assert bucket.cat_file("s3://b/whole", start=0, end=end) == DATA[:end]
     assert store.requests == ["HEAD", "bytes=0-49", "bytes=0-49", "bytes=0-59"]
+    with ThreadPoolExecutor() as pool:
+        bucket.begin("s3://b/whole", 100, pool)
+    assert len(store.requests) == 4
 
 
 def test_an_outage_is_one_wait_and_one_error(

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from threading import Barrier, Thread, current_thread
 from typing import ClassVar, NamedTuple
@@ -180,6 +181,29 @@ def test_items_are_read_once_however_few_fit_into_memory(
     api.export(index, tmp_path / "out", write=WriteOptions(sizes=sizes))
     assert stored * 0.9 < sum(taken) < stored * 1.3
     assert fingerprint(read_index(str(tmp_path / "out")), Files()).digest == found.digest
+
+
+def test_threads_that_wait_for_a_store_share_one_file(
+    tmp_path: Path,
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = {f"w{n}": torch.full((25_000,), float(n)) for n in range(8)}
+    torch.save(tensors, tmp_path / "model.pt")
+    assert run("export", str(tmp_path / "model.pt"), "-o", str(tmp_path / "hf")).exit_code == 0
+    index = read_index(put(tmp_path / "hf", "run"))
+    several, reads = Barrier(4, timeout=20), count()
+    answer = reader._answer
+
+    def waiting(address: str, offset: int, length: int) -> memoryview:
+        if next(reads) < 4:
+            several.wait()  # until four threads ask
+        return answer(address, offset, length)
+
+    monkeypatch.setattr(reader, "_answer", waiting)
+    sizes = Sizes(slab=100_000, thread_work=100_000)
+    api.export(index, tmp_path / "out", write=WriteOptions(sizes=sizes))
+    assert next(reads) >= 8
 
 
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -24,6 +24,7 @@ TINY = Sizes(
     long_row=16,
     near=32,
     fetched_gap=48,
+    fetched=1 << 10,
     gap=64,
     pieces=2,
     proof_group=512,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
@@ -9,7 +10,28 @@ from ckpt_tools import formats
 from ckpt_tools.copying.tasks import Task
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.plan import KnownReads, ReadItem, WriteItem
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.reader import Files, batches
+
+
+def located_batches(
+    tasks: list[Task], source: CheckpointIndex, files: Files
+) -> Iterator[list[Task]]:
+    """The same tasks located; of a store so many at a time that the small items that they read,
+    which are fetched whole, are in memory until then.
+    """
+    if not is_address(source.root):
+        yield located_tasks(tasks, source, files)
+        return
+
+    sizes = files.sizes
+
+    def nbytes(task: Task) -> int:
+        reads = (read for piece in task.pieces for read in piece.item.finder.reads(piece.box))
+        return sum(formats.fetched_bytes(read.chunk, sizes) for read in reads)
+
+    for batch in batches(tasks, nbytes, sizes.fetched):
+        yield located_tasks(batch, source, files)
 
 
 def located_tasks(tasks: list[Task], source: CheckpointIndex, files: Files) -> list[Task]:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
@@ -36,7 +36,7 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     max_memory: int,
     on_bytes: Callable[[int], None],
     share: Share = ALL,
-    locate: Callable[[list[Task]], list[Task]] = list,
+    locate: Callable[[list[Task]], Iterable[list[Task]]] = lambda tasks: [tasks],
     on_file: Callable[[str, bool], None] | None = None,
     on_run: OnRun | None = None,
 ) -> int:
@@ -44,12 +44,12 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
 
     Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together; without a number
     of ``threads`` it is chosen for the cores and the files. ``locate`` gives tasks whose chunks are
-    raw elements. ``on_bytes`` gets the number of bytes written since its last call, ``on_file``
-    each file of which this worker's part is written, and whether that is all of it, ``on_run`` the
-    CRC-32 of each run of the source that is written in its order. A file that exists is written
-    into. With a ``share``, one of several workers does its part: together they write every byte
-    once, in any order. The result is its part of the plans' bytes: it counts whole tasks, when they
-    are done. What ``on_bytes`` was told is for people, and proves nothing.
+    raw elements, some at a time. ``on_bytes`` gets the number of bytes written since its last call,
+    ``on_file`` each file of which this worker's part is written, and whether that is all of it,
+    ``on_run`` the CRC-32 of each run of the source that is written in its order. A file that exists
+    is written into. With a ``share``, one of several workers does its part: together they write
+    every byte once, in any order. The result is its part of the plans' bytes: it counts whole
+    tasks, when they are done. What ``on_bytes`` was told is for people, and proves nothing.
 
     Raises UsageError for too little memory, WriteError when an output cannot be written,
     UnreadableError when a source cannot be read, and KeyboardInterrupt as it comes; what was
@@ -60,17 +60,17 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     outputs, done = _Outputs(root, sizes), 0
     try:
         for group, tasks in groups_of(plans, share, sizes):
-            left = locate(tasks)
-            work = _Work(left, outputs=outputs, on_bytes=on_bytes, on_file=on_file, on_run=on_run)
+            work = _Work(tasks, outputs=outputs, on_bytes=on_bytes, on_file=on_file, on_run=on_run)
             for plan in group:
                 if not plan.literals and not plan.items:  # no task writes to it
                     outputs.create(plan).close()
-            count = min(
-                threads or work.threads(sizes, processes=share.count),
-                max_memory // min(sizes.thread_memory, max_memory),
-                max(1, work.left),
-            )
-            work.run(files, threads=count, memory=max_memory // count)
+            for batch in locate(tasks):
+                count = min(
+                    threads or _useful_threads(batch, sizes, processes=share.count),
+                    max_memory // min(sizes.thread_memory, max_memory),
+                    max(1, len(batch)),
+                )
+                work.run(batch, files, threads=count, memory=max_memory // count)
             done += work.done
     finally:
         outputs.close()
@@ -168,31 +168,17 @@ class _Work:
             (task.file.path, task.checked.offset) for task in tasks if task.checked is not None
         )
         self._crcs: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
-        self._left: list[list[Task]] = [list(tasks)]
+        self._left: list[list[Task]] = []
         outputs.expect(tasks)
         self._lock = threading.Lock()
-        self._stop = threading.Event()
         self._in_kernel = True
         self.done = 0  # bytes of the tasks that are done
 
-    @property
-    def left(self) -> int:
-        """Number of tasks that no thread has taken yet."""
-        return sum(map(len, self._left))
-
-    def threads(self, sizes: Sizes, *, processes: int) -> int:
-        """How many threads this process should start, when ``processes`` share the machine."""
-        left = [task for part in self._left for task in part]
-        files = {task.file.path for task in left}
-        nbytes = sum(task.nbytes for task in left)
-        first = next((task.pieces[0].item.reads for task in left if task.pieces), ())
-        far = any(is_address(read.chunk.data.path) for read in first[:1])
-        return choose_threads(nbytes, sizes, lanes=len(files), processes=processes, far=far)
-
-    def run(self, files: Files, *, threads: int, memory: int) -> None:
-        """Do all that is left; the first error of any thread stops the others and is raised."""
+    def run(self, tasks: list[Task], files: Files, *, threads: int, memory: int) -> None:
+        """Do some of them, located; the first error of a thread stops the others and is raised."""
+        self._stop = threading.Event()
         # Threads begin far apart: two that write one file wait for each other's writes.
-        parts = [share_of(self._left[0], Share(number, threads)) for number in range(threads)]
+        parts = [share_of(tasks, Share(number, threads)) for number in range(threads)]
         self._left = [part[::-1] for part in parts]
         # The system reads the source under the lock of the file that it copies to: that is best
         # where each thread has its own file. On one file, one thread can write and another read.
@@ -256,6 +242,15 @@ class _Work:
         output = self._outputs.open(task.file)
         for slot in task.checked.crc_at:
             output.write(slot, SLOT.pack(whole))
+
+
+def _useful_threads(tasks: Sequence[Task], sizes: Sizes, *, processes: int) -> int:
+    """How many threads this process should start, when ``processes`` share the machine."""
+    files = {task.file.path for task in tasks}
+    nbytes = sum(task.nbytes for task in tasks)
+    first = next((task.pieces[0].item.reads for task in tasks if task.pieces), ())
+    far = any(is_address(read.chunk.data.path) for read in first[:1])
+    return choose_threads(nbytes, sizes, lanes=len(files), processes=processes, far=far)
 
 
 @contextmanager

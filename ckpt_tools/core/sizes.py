@@ -51,6 +51,8 @@ class Sizes:
     near: int = 8 << 10
     # Ranges of a store this close are one request: an answer takes as long as so many bytes.
     fetched_gap: int = 256 << 10
+    # Of a store in memory at a time, for all threads to read.
+    fetched: int = 64 << 20
     # The same for the rows of a strided read, each of which costs a step of Python as well.
     gap: int = 16 << 10
     # A small item in more pieces (a number) than this is gathered on its own.

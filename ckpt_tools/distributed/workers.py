@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.convert.locating import located_tasks
+from ckpt_tools.convert.locating import located_batches
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.resume import OutputPlace, finishing, writing
 from ckpt_tools.copying.tasks import Share, Task
@@ -28,6 +29,7 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.storage.waiting import PATIENCE
 
@@ -68,15 +70,18 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
         write as copy,  # numpy comes with it: only those who write pay for it
     )
 
-    options = order.options
+    options, sizes = order.options, order.options.sizes
+    if order.source is not None and is_address(order.source.root) and order.share.count == 1:
+        # All that a thread of many reads of a store for a task is one round of requests.
+        sizes = replace(sizes, task=min(sizes.task, sizes.slab))
     with (
-        Files(sizes=options.sizes, crcs=seen if options.checks_source else None) as files,
+        Files(sizes=sizes, crcs=seen if options.checks_source else None) as files,
         writing(order.place),
         finishing(order.place) as finisher,
     ):
 
-        def locate(tasks: list[Task]) -> list[Task]:
-            return tasks if order.source is None else located_tasks(tasks, order.source, files)
+        def locate(tasks: list[Task]) -> Iterable[list[Task]]:
+            return [tasks] if order.source is None else located_batches(tasks, order.source, files)
 
         on_bytes(0)
         return copy.write_files(

@@ -12,10 +12,12 @@ from dataclasses import replace
 from ckpt_tools.core.index import (
     NO_TREE,
     CheckpointIndex,
+    Chunk,
     LocatedIndex,
     ObjectEntry,
     TensorEntry,
 )
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import dcp, rank_files, safetensors, torch_file
 from ckpt_tools.formats.protocol import ChecksumPart, Format, Index, Writes
@@ -30,6 +32,7 @@ FORMATS: list[Format] = [
     torch_file.FORMAT,
     torch_file.FOLDER,
 ]
+_ENDS = 8 << 10  # hold what torch writes around the elements of an item
 
 
 def named(name: str) -> Format:
@@ -109,6 +112,16 @@ def located_in(
     located = locate(index, files)
     located.require_whole()
     return located.tensors
+
+
+def fetched_bytes(chunk: Chunk, sizes: Sizes) -> int:
+    """Bytes that `locate` fetches of a chunk in a store: all of a small item, the ends of others,
+    nothing of raw elements.
+    """
+    stored = chunk.stored
+    if stored.codec is None:
+        return 0
+    return stored.data.length if stored.data.length <= sizes.fetched_gap else _ENDS
 
 
 def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:

@@ -43,7 +43,7 @@ from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, Shown, as_json
 from ckpt_tools.errors import UnreadableError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, canonical_names, clean_name
-from ckpt_tools.proof.pairs import whole_and_located
+from ckpt_tools.proof.pairs import located_batches
 from ckpt_tools.storage.paths import open_file
 from ckpt_tools.storage.reader import Files
 
@@ -122,16 +122,16 @@ def fingerprint(
 
     Raises what keeps the checkpoint from being whole, and UnsupportedError when two names are one.
     """
-    located = whole_and_located(index, files)
-    inside = canonical_names(located, located.tensors)
+    inside = canonical_names(index, index.tensors)
     tally = Tally(on_bytes)
 
     def digest(entry: TensorEntry) -> TensorDigest:
         value = digest_of(entry, files, on_bytes=tally.add)
         return TensorDigest(entry.fqn, inside[entry.fqn], entry.dtype.name, entry.shape, value)
 
-    return of_tensors(
-        in_threads(
+    digests: list[TensorDigest] = []
+    for located in located_batches(index, files):
+        digests += in_threads(
             digest,
             located.tensors,
             files.sizes,
@@ -139,7 +139,7 @@ def fingerprint(
             nbytes=lambda e: e.nbytes,
             ahead=fetching(files, index.root),
         )
-    )
+    return of_tensors(digests)
 
 
 def digest_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
@@ -21,7 +22,7 @@ from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.progress import Tally
 from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.storage.paths import is_address
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, batches
 
 if TYPE_CHECKING:
     from ckpt_tools.proof.deltas import Delta
@@ -163,6 +164,27 @@ def whole_and_located(index: CheckpointIndex, files: Files) -> LocatedIndex:
     located = formats.locate(index, files)
     require_chosen(located)
     return located
+
+
+def located_batches(index: CheckpointIndex, files: Files) -> Iterator[LocatedIndex]:
+    """The index as its values are read, of a store as much at a time as its small items fit into
+    memory with, which are fetched whole, in the order of its files.
+
+    Raises what keeps it from being whole.
+    """
+    if not is_address(index.root) or not index.tensors:
+        yield whole_and_located(index, files)
+        return
+    require_chosen(index)
+
+    sizes = files.sizes
+
+    def nbytes(entry: TensorEntry) -> int:
+        return sum(formats.fetched_bytes(chunk, sizes) for chunk in entry.chunks)
+
+    tensors = sorted(index.tensors, key=lambda entry: [one.stored.data for one in entry.chunks[:1]])
+    for batch in batches(tensors, nbytes, sizes.fetched):
+        yield whole_and_located(replace(index, tensors=tuple(batch)), files)
 
 
 def _one_sided(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> Iterator[EntryDiff]:

@@ -24,7 +24,7 @@ from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, Shown, as_json, record_json
 from ckpt_tools.core.text import counted, first_of
 from ckpt_tools.proof.anomalies import Anomaly, anomalies_of, zero_row_anomalies
-from ckpt_tools.proof.pairs import whole_and_located
+from ckpt_tools.proof.pairs import located_batches
 from ckpt_tools.proof.scan import Scan, scan
 from ckpt_tools.storage.reader import Files
 
@@ -96,17 +96,19 @@ def stats(
     Reads every tensor once, several at a time, with a few MiB of memory for each of ``threads``.
     Raises what keeps the tensors from being whole.
     """
-    located = whole_and_located(index, files)
     tally = Tally(on_bytes)
-
-    scans = in_threads(
-        lambda entry: scan(entry, files, on_bytes=tally.add),
-        located.tensors,
-        files.sizes,
-        threads=threads,
-        nbytes=lambda entry: entry.nbytes,
-        ahead=fetching(files, index.root),
-    )
+    found: dict[str, Scan] = {}
+    for located in located_batches(index, files):
+        scans = in_threads(
+            lambda entry: scan(entry, files, on_bytes=tally.add),
+            located.tensors,
+            files.sizes,
+            threads=threads,
+            nbytes=lambda entry: entry.nbytes,
+            ahead=fetching(files, index.root),
+        )
+        found |= {one.entry.fqn: one for one in scans}
+    scans = [found[entry.fqn] for entry in index.tensors]
     anomalies = [anomaly for one in scans for anomaly in anomalies_of(one, files)]
     return Statistics(
         root=index.root,

@@ -7,6 +7,7 @@ that was asked for, or of a file that was replaced meanwhile, is an UnreadableEr
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from errno import ENOENT
 from functools import cache, lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.errors import UsageError
@@ -22,10 +24,14 @@ from ckpt_tools.storage.waiting import WAITING
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
+    from _typeshed import WriteableBuffer
+
 # What obstore reads, unless fsspec is configured for it.
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 AT_ONCE = 64  # requests of this process
-# A web server lists no folder: it is asked for these, which name the other files.
+# Name the other files: a web server, which lists no folder, is asked for them, and another store
+# while it lists one, for as many of their bytes.
+_INDEX_BYTES = 1 << 20
 _INDEX_FILES = (".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 # A web server is asked for the same facts by every reader that looks at a folder: an answer holds
 # for so many seconds.
@@ -56,9 +62,6 @@ class FileSystem(Protocol):
     def invalidate_cache(self, path: str | None = None) -> None:
         """Forget listings that are kept."""
 
-    def open(self, path: str, mode: str, *, block_size: int) -> BinaryIO:
-        """A stream that can be sought in."""
-
 
 class Facts(NamedTuple):
     """What a store says of a name: ``size`` in bytes, 0 for a folder.
@@ -84,7 +87,7 @@ def uses_obstore(address: str) -> bool:
     return find_spec("obstore") is not None and not _settings(scheme)
 
 
-@cache
+@cache  # asked for with each request
 def _has_settings() -> bool:
     folder = os.path.expanduser("~/.config/fsspec")
     return os.path.isdir(folder) or any(name.startswith("FSSPEC_") for name in os.environ)
@@ -205,9 +208,14 @@ def _facts_of(address: str) -> Facts:
 
 def _ask_facts(address: str) -> Facts:
     knows_files_alone = not is_web(address) and uses_obstore(address)
-    # What is named like a folder is listed at the same time.
-    ahead = knows_files_alone and "." not in _tail(address)
-    listed = pool().submit(listing, address) if ahead else None
+    listed = None
+    if knows_files_alone and "." not in _tail(address):  # as folders are named
+        from ckpt_tools.storage.object_store import Bucket  # late: see `_protocol`
+
+        if isinstance(bucket := _file_system(address), Bucket):  # one for all threads
+            for name in _INDEX_FILES:
+                bucket.begin(f"{address}/{name}", _INDEX_BYTES, pool())
+        listed = pool().submit(listing, address)
     try:
         return _facts(_asked(address, lambda system: system.info(address)))
     except FileNotFoundError:
@@ -232,7 +240,7 @@ def listing(address: str) -> list[Facts]:
 
     Raises OSError.
     """
-    return _LISTINGS.of(address, _index_files if is_web(address) else _list)
+    return _LISTINGS.of(address, _index_files if is_web(address) else _inside)
 
 
 def _index_files(address: str) -> list[Facts]:
@@ -249,11 +257,12 @@ def is_dir(address: str) -> bool:
         return is_web(address) and bool(listing(address))
 
 
-def _list(address: str) -> list[Facts]:
+def _inside(address: str) -> list[Facts]:
     listed = _asked(address, lambda system: system.ls(address, detail=True))
-    own = _tail(address)
-    inside = [_facts(entry) for entry in listed]
-    return sorted(entry for entry in inside if entry.name and not _is_itself(entry, own, listed))
+    inside = sorted(filter(itemgetter(0), map(_facts, listed)))
+    # Alone, it is the marker of the folder itself, or the file that was listed.
+    is_itself = len(listed) == 1 and inside[:1] and inside[0][:3] == (_tail(address), 0, False)
+    return [] if is_itself else inside
 
 
 def is_web(address: str) -> bool:
@@ -271,11 +280,6 @@ def files_named(address: str, names: Iterable[str]) -> list[Facts]:
         return None
 
     return list(filter(None, pool().map(ask, names)))
-
-
-def _is_itself(entry: Facts, own: str, listed: Sequence[Mapping[str, object]]) -> bool:
-    """Whether an entry is the marker of the folder itself, or the file that was listed."""
-    return entry.name == own and len(listed) == 1 and not entry.is_dir and entry.size == 0
 
 
 def _facts(entry: Mapping[str, object]) -> Facts:
@@ -333,6 +337,28 @@ def remove(address: str) -> None:
     _forget()
 
 
+class _Stream(io.RawIOBase):
+    def __init__(self, address: str) -> None:
+        self._address, self._size, self._at = address, facts(address).size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        data = read(self._address, self._at, max(0, min(len(view), self._size - self._at)))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
 def stream(address: str) -> BinaryIO:
-    """A stream over a file, read in small blocks. Raises OSError."""
-    return _asked(address, lambda system: system.open(address, "rb", block_size=_BLOCK))
+    """A stream over a file, which can be sought in, read in small blocks. Raises OSError."""
+    return io.BufferedReader(_Stream(address), _BLOCK)

@@ -7,22 +7,22 @@ later with the number EAGAIN.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from base64 import b64encode
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from errno import EACCES, EAGAIN, ENOENT
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+    from concurrent.futures import Executor, Future
+
     from obstore import GetResult, ObjectMeta
     from obstore.auth.boto3 import Boto3CredentialProvider
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 STALLED = timedelta(seconds=10)  # without a byte
 _PART = 16 << 20  # bytes of what is sent, of one object at most so many parts
 _MOST_PARTS = 9_000
-_BLOCK = 1 << 18  # of streams: pickles of an old file, read from front to back
 _ONCE: RetryConfig = {"max_retries": 0}  # `waiting` tries again, and says so
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
 _CAUSE = re.compile(r'(?:error|message): "([^"]+)"|InvalidCertificate\(\s*(\w+)|kind: (Timeout)')
@@ -56,6 +55,7 @@ class Bucket:
         self._root = root
         self._store = _opened(root) if store is None else store
         self._seen: dict[str, ObjectMeta] = {}
+        self._begun: dict[str, Future[tuple[ObjectMeta, memoryview]]] = {}
 
     def info(self, path: str) -> Mapping[str, object]:
         """Facts of a file. Raises FileNotFoundError, also of a folder, or another OSError."""
@@ -63,10 +63,8 @@ class Bucket:
 
         if not self._key(path):
             raise FileNotFoundError(ENOENT, "it is a bucket", path)
-        try:
+        with _faults_of(path):
             meta = obstore.head(self._store, self._key(path))
-        except Exception as error:
-            raise _fault(error, path) from error
         self._seen.setdefault(self._key(path), meta)
         return _facts(meta)
 
@@ -74,13 +72,17 @@ class Bucket:
         """Facts of everything in a folder, whose files are then seen anew. Raises OSError."""
         import obstore
 
-        try:
+        with _faults_of(path):
             found = obstore.list_with_delimiter(self._store, self._key(path))
-        except Exception as error:
-            raise _fault(error, path) from error
         self._seen |= {meta["path"]: meta for meta in found["objects"]}
         folders = [{"name": name, "type": "directory"} for name in found["common_prefixes"]]
         return [*map(_facts, found["objects"]), *folders]
+
+    def begin(self, path: str, nbytes: int, pool: Executor) -> None:
+        """Ask for the first bytes of a file that may be there, once, before it is seen."""
+        key = self._key(path)
+        if key not in self._seen and key not in self._begun:
+            self._begun[key] = pool.submit(self._asked, key, 0, nbytes)
 
     def cat_file(self, path: str, *, start: int, end: int) -> memoryview:
         """The bytes of a file from ``start`` to ``end``, fewer where it ends.
@@ -89,13 +91,12 @@ class Bucket:
         """
         key = self._key(path)
         try:
-            answer = self._answer(key, start, end)
-            data = memoryview(answer.bytes())
+            meta, data = self._begun_or_asked(key, start, end)
         except Exception as error:
             if "416" in _status(error):
                 return memoryview(b"")
             raise _fault(error, path) from error
-        if _is_another(self._seen.setdefault(key, answer.meta), answer.meta):
+        if _is_another(self._seen.setdefault(key, meta), meta):
             self._seen.pop(key, None)  # who reads again begins again
             raise UnreadableError(
                 f"{path} has been replaced while it was read.",
@@ -111,29 +112,32 @@ class Bucket:
         import obstore
 
         key, part = self._key(rpath), max(_PART, os.path.getsize(lpath) // _MOST_PARTS)
-        try:
-            with open(lpath, "rb") as file:
-                parts = iter(partial(file.read, part), b"")
-                return obstore.put(self._store, key, parts, chunk_size=part, max_concurrency=4)
-        except Exception as error:
-            raise _fault(error, rpath) from error
+        with _faults_of(rpath), open(lpath, "rb") as file:
+            parts = iter(partial(file.read, part), b"")
+            return obstore.put(self._store, key, parts, chunk_size=part, max_concurrency=4)
 
     def rm_file(self, path: str) -> None:
         """Remove a file. Raises OSError."""
         import obstore
 
-        try:
+        with _faults_of(path):
             obstore.delete(self._store, self._key(path))
-        except Exception as error:
-            raise _fault(error, path) from error
-
-    def open(self, path: str, mode: str, *, block_size: int) -> BinaryIO:  # noqa: ARG002 (fsspec's)
-        """A stream that can be sought in. Raises OSError."""
-        size = self.info(path)["size"]
-        return io.BufferedReader(_Stream(self, path, int(str(size))), block_size)
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Nothing: no listings are kept here."""
+
+    def _begun_or_asked(self, key: str, start: int, end: int) -> tuple[ObjectMeta, memoryview]:
+        begun = self._begun.pop(key, None)
+        if begun is not None and start == 0 and begun.exception() is None:
+            meta, data = begun.result()
+            is_listed = not _is_another(self._seen.get(key, meta), meta)
+            if is_listed and len(data) >= min(end, meta["size"]):
+                return meta, data[:end]
+        return self._asked(key, start, end)
+
+    def _asked(self, key: str, start: int, end: int) -> tuple[ObjectMeta, memoryview]:
+        answer = self._answer(key, start, end)
+        return answer.meta, memoryview(answer.bytes())
 
     def _answer(self, key: str, start: int, end: int) -> GetResult:
         import obstore
@@ -188,32 +192,6 @@ class Site(Bucket):
     def _key(self, address: str) -> str:
         folder, file = (part.partition("?")[0] for part in (self._root, address))
         return unquote(file.removeprefix(folder).strip("/"))
-
-
-class _Stream(io.RawIOBase):
-    def __init__(self, bucket: Bucket, path: str, size: int) -> None:
-        self._bucket, self._path, self._size, self._at = bucket, path, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer).cast("B")
-        end = min(self._at + len(view), self._size)
-        if self._at >= end:
-            return 0
-        data = self._bucket.cat_file(self._path, start=self._at, end=end)
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 def _versions(meta: ObjectMeta) -> tuple[object, ...]:
@@ -328,6 +306,15 @@ def _words(error: Exception) -> str:
     first = str(error).partition("\n")[0].rpartition(" - ")[2].rstrip(" :.")
     causes = [next(filter(None, found)) for found in _CAUSE.findall(str(error))]
     return f"{first} ({causes[-1]})" if causes else first
+
+
+@contextmanager
+def _faults_of(address: str) -> Iterator[None]:
+    """Raise what a client raises inside of the block as an error of this address."""
+    try:
+        yield
+    except Exception as error:
+        raise _fault(error, address) from error
 
 
 def _fault(error: Exception, address: str) -> OSError | CkptError:

@@ -72,20 +72,16 @@ def inside(relative: str) -> str:
 
     Raises UnreadableError for one that leaves the folder, or that no file can have.
     """
-    if not _is_possible(relative):
+    try:
+        is_possible = relative and "\0" not in relative and len(os.fsencode(relative)) <= _LONGEST
+    except UnicodeEncodeError:
+        is_possible = False
+    if not is_possible:
         raise UnreadableError(f"gives a file name that is not possible: {relative!r:.80}.")
     path = os.path.normpath(relative)
     if os.path.isabs(path) or path.split("/", 1)[0] in ("..", "."):
         raise UnreadableError(f"names a file outside of its folder: {relative!r:.80}.")
     return path
-
-
-def _is_possible(path: str) -> bool:
-    """Whether the system, or a store, can have a file of this name."""
-    try:
-        return bool(path) and "\0" not in path and len(os.fsencode(path)) <= _LONGEST
-    except UnicodeEncodeError:
-        return False
 
 
 def special(path: str) -> str | None:
@@ -223,8 +219,9 @@ def is_dir(path: str) -> bool:
 def is_file(path: str) -> bool:
     """Whether this is a file."""
     if is_address(path):
-        facts = _facts(path)
-        return facts is not None and not facts.is_dir
+        with suppress(FileNotFoundError):
+            return not fsspec_store.facts(path).is_dir
+        return False
     return os.path.isfile(path)
 
 
@@ -242,14 +239,6 @@ def size(path: str) -> int:
     status = os.stat(path)
     _require_regular(status.st_mode, path)
     return status.st_size
-
-
-def _facts(address: str) -> fsspec_store.Facts | None:
-    """What a store says, or None for what does not exist. Raises other faults as OSError."""
-    try:
-        return fsspec_store.facts(address)
-    except FileNotFoundError:
-        return None
 
 
 def head(path: str, length: int) -> bytes:

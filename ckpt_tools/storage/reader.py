@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
+from typing import TypeVar
 
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.sizes import Sizes
@@ -27,6 +28,7 @@ _BLOCK = 1 << 20
 _AHEAD = 8  # blocks of a window that one request of a store asks for, where they follow
 _REQUEST = 8 << 20  # bytes of a store: more are several requests, which are answered side by side
 
+_Item = TypeVar("_Item")
 Unpack = Callable[[Iterator[bytes], Callable[[bytes], object], str], None]
 
 
@@ -124,22 +126,19 @@ class Files:
         ``unpack(blocks, write, where)`` is handed the blocks of the range in order. The file goes
         when the process ends: a plan that names it outlives the object that it was made with.
         """
-        with self._spill_lock:
-            if (item, unpack) not in self._spilled:
-                self._spilled[item, unpack] = self._spill(item, unpack)
-            return self._spilled[item, unpack]
+        from tempfile import NamedTemporaryFile  # late: few unpack, and it loads much
 
-    def _spill(self, item: tuple[str, int, int], unpack: Unpack) -> tuple[str, int, int]:
         path, offset, length = item
         blocks = (
             self.read(path, start, min(_BLOCK, offset + length - start))
             for start in range(offset, offset + length, _BLOCK)
         )
-        from tempfile import NamedTemporaryFile  # late: few unpack, and it loads much
-
-        with NamedTemporaryFile(dir=temporary_folder(), delete=False) as file:
-            unpack(blocks, file.write, path)
-            return file.name, 0, file.tell()
+        with self._spill_lock:
+            if (item, unpack) not in self._spilled:
+                with NamedTemporaryFile(dir=temporary_folder(), delete=False) as file:
+                    unpack(blocks, file.write, path)
+                    self._spilled[item, unpack] = file.name, 0, file.tell()
+            return self._spilled[item, unpack]
 
     def size(self, path: str) -> int:
         """Length of the file in bytes. Raises IncompleteError when it does not exist."""
@@ -168,11 +167,10 @@ class Files:
             return bytes(self._fetch(path, offset, length))
         with self.descriptor(path) as fd:
             data = os.pread(fd, length, offset)
-            while len(data) < length:
-                more = os.pread(fd, length - len(data), offset + len(data))
-                if not more:
-                    raise _too_short(path, length=self.size(path), needed=offset + length)
-                data += more
+        if len(data) < length:  # more than the system reads in one go, or than there is
+            rest = bytearray(length - len(data))
+            self.read_into(path, offset + len(data), memoryview(rest))
+            data += rest
         return data
 
     def fetch(self, ranges: Iterable[tuple[str, int, int]], *, most: int | None = None) -> None:
@@ -259,6 +257,23 @@ class Files:
         if done < least:
             raise _too_short(path, length=self.size(path), needed=offset + least)
         return done
+
+
+def batches(
+    items: Iterable[_Item], nbytes: Callable[[_Item], int], most: int
+) -> Iterator[list[_Item]]:
+    """The items in their order, so many at a time as have at most so many bytes, or one."""
+    batch: list[_Item] = []
+    left = most
+    for item in items:
+        count = nbytes(item)
+        if batch and count > left:
+            yield batch
+            batch, left = [], most
+        batch.append(item)
+        left -= count
+    if batch:
+        yield batch
 
 
 class _Fetched:

@@ -153,7 +153,8 @@ def _send(here: str, out: str, last: tuple[str, ...]) -> None:
     """
     folder = os.path.dirname(here)
     noted = _noted(folder)
-    for path in sorted(_files(here), key=lambda path: (path.endswith(last), path)):
+    inside = [os.path.join(parent, name) for parent, _, names in os.walk(here) for name in names]
+    for path in sorted(inside or [here], key=lambda path: (path.endswith(last), path)):
         address = out if path == here else f"{out}/{os.path.relpath(path, here)}"
         size = os.path.getsize(path)
         try:
@@ -188,9 +189,3 @@ def _is_at(address: str, size: int, version: str) -> bool:
 def _note(folder: str, address: str, version: str) -> None:
     with open(os.path.join(folder, _RECORD), "a", encoding="utf-8") as file:
         file.write(json.dumps({address: version}) + "\n")
-
-
-def _files(here: str) -> list[str]:
-    if os.path.isfile(here):
-        return [here]
-    return [os.path.join(parent, name) for parent, _, names in os.walk(here) for name in names]

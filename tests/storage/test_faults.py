@@ -11,7 +11,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -176,6 +176,26 @@ def test_what_lasts_is_refused(
     assert re.search(said, done.stderr), done.stderr
     assert done.stdout == ""
     assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("address", ["s3"], indirect=True)
+def test_the_index_is_asked_for_while_its_folder_is_listed(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths: list[str] = []
+    several = Barrier(2, timeout=20)
+    answer = Server.do_GET
+
+    def waiting(self: Server) -> None:
+        paths.append(self.path)
+        if self.path.endswith("/.metadata") or "list-type" in self.path:
+            several.wait()  # until both are asked for
+        answer(self)
+
+    monkeypatch.setattr(Server, "do_GET", waiting)
+    monkeypatch.setattr(Server, "faulty", staticmethod(lambda _: False), raising=False)
+    assert run("inspect", address, "-q").exit_code == 0
+    assert sum(path.endswith("/.metadata") for path in paths) == 1
 
 
 @pytest.mark.parametrize("address", ["s3"], indirect=True)

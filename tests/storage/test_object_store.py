@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -152,6 +153,28 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(store: type[Stor
     with pytest.raises(UnreadableError, match="has been replaced while it was read"):
         files.read("s3://b/x", 5, 5)
     assert files.read("s3://b/x", 5, 5) == DATA[5:10]  # begun again
+
+
+def test_what_was_begun_is_read_if_it_is_of_the_version_that_was_seen(store: type[Store]) -> None:
+    bucket = object_store.Bucket("s3://b")
+    with ThreadPoolExecutor() as pool:
+        for name, nbytes in (("whole", 100), ("short", 20), ("replaced", 100)):
+            bucket.begin(f"s3://b/{name}", nbytes, pool)
+    store.requests.clear()
+    store.etag = '"two"'
+    bucket.info("s3://b/replaced")
+    assert store.requests == ["HEAD"]
+    assert bucket.cat_file("s3://b/replaced", start=0, end=50) == DATA[:50]
+    assert store.requests == ["HEAD", "bytes=0-49"]
+    store.etag = '"one"'
+    assert bucket.cat_file("s3://b/short", start=0, end=50) == DATA[:50]
+    assert store.requests == ["HEAD", "bytes=0-49", "bytes=0-49"]
+    for end in (50, 60):  # begun, then asked for
+        assert bucket.cat_file("s3://b/whole", start=0, end=end) == DATA[:end]
+    assert store.requests == ["HEAD", "bytes=0-49", "bytes=0-49", "bytes=0-59"]
+    with ThreadPoolExecutor() as pool:
+        bucket.begin("s3://b/whole", 100, pool)
+    assert len(store.requests) == 4
 
 
 def test_an_outage_is_one_wait_and_one_error(

@@ -45,7 +45,7 @@ from ckpt_tools.formats.zip.archives import (
     parts_of_files,
 )
 from ckpt_tools.storage.paths import is_address
-from ckpt_tools.storage.reader import Files, Window
+from ckpt_tools.storage.reader import Files, Window, batches
 
 TORCH_SAVE = "torch.save"
 ZSTD = "zstd"
@@ -55,7 +55,6 @@ _CACHED_PICKLES = 4096
 _AHEAD = 16 << 20
 _NO_ARCHIVES = (".distcp", ".metadata")  # the former begins like one: with its first item
 _MAX_WINDOW = 64 << 10
-_FETCHED = 64 << 20  # bytes of a store in memory at a time
 _Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
 # The constructors that NamedTuple generates would take half a second of a million items.
 _make = tuple.__new__
@@ -68,8 +67,14 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     the others.
     """
     opener = _Opener(files, lengths_of(index))
-    entries = fetched(index.tensors, opener.edges, files) if is_address(index.root) else None
-    return located(index, opener.raw, entries=entries)
+    if not is_address(index.root):
+        return located(index, opener.raw)
+    # What fits into memory stays there until its elements are read.
+    nbytes = sum(chunk.data.length for entry in index.tensors for chunk in entry.chunks)
+    sizes = files.sizes
+    whole = sizes.fetched if nbytes <= sizes.fetched else max(MAX_FRAME, sizes.fetched_gap)
+    edges = partial(opener.edges, whole=whole)
+    return located(index, opener.raw, entries=fetched(index.tensors, edges, files))
 
 
 def fetched(
@@ -84,25 +89,12 @@ def fetched(
     It answers after tens of milliseconds: thousands of items asked for one by one are minutes.
     Raises what `Files.fetch` raises, but for ``spared`` errors.
     """
-    batch: list[_Entry] = []
-    wanted: list[ByteRange] = []
-    ends: dict[str, int] = {}
-    left = _FETCHED
-    for entry in entries:
-        batch.append(entry)
-        for one in ranges(entry):
-            wanted.append(one)
-            gap = one.offset - ends.get(one.path, one.offset)  # is fetched with neighbours
-            left -= one.length + (gap if 0 < gap <= files.sizes.fetched_gap else 0)
-            ends[one.path] = one.offset + one.length
-        if left <= 0:
-            with suppress(*spared):
-                files.fetch(wanted, most=_FETCHED)
-            yield from batch
-            batch, wanted, left = [], [], _FETCHED
-    with suppress(*spared):
-        files.fetch(wanted, most=_FETCHED)
-    yield from batch
+    wanted = ((entry, list(ranges(entry))) for entry in entries)
+    most = files.sizes.fetched
+    for batch in batches(wanted, lambda one: sum(part.length for part in one[1]), most):
+        with suppress(*spared):
+            files.fetch((part for _, parts in batch for part in parts), most=most)
+        yield from (entry for entry, _ in batch)
 
 
 class _Opener:
@@ -119,9 +111,9 @@ class _Opener:
         self._window = min(_MAX_WINDOW, max(MAX_FRAME, _AHEAD // max(1, len(lengths))))
         self._windows: dict[str, Window] = {}
 
-    def edges(self, entry: TensorEntry) -> Iterator[ByteRange]:
-        """What stands around the elements of a tensor's items: all that is read of most, and of
-        those that were read before, only of one of each kind.
+    def edges(self, entry: TensorEntry, *, whole: int) -> Iterator[ByteRange]:
+        """What stands around the elements of a tensor's items, and all of those of up to ``whole``
+        bytes; of those that were read before, only of one of each kind.
         """
         for chunk in {id(one.stored): one.stored for one in entry.chunks}.values():
             path, offset, length = chunk.data
@@ -129,9 +121,11 @@ class _Opener:
             is_first = kind is None or kind not in self._kinds_fetched
             if chunk.codec is not None and is_there(chunk.data, self._lengths) and is_first:
                 self._kinds_fetched.add(kind)
-                edge = min(length, MAX_FRAME)
-                yield ByteRange(path, offset, edge)
-                yield ByteRange(path, offset + length - edge, edge)
+                if length <= whole:
+                    yield chunk.data
+                    continue
+                yield ByteRange(path, offset, MAX_FRAME)
+                yield ByteRange(path, offset + length - MAX_FRAME, MAX_FRAME)
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""

@@ -39,7 +39,6 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_SHOWN,
     OBJECTS_OF_CALL,
 )
-from ckpt_tools.formats.pickle.memo import Memo
 from ckpt_tools.formats.pickle.nodes import (
     LIGHT_KEYS,
     Function,
@@ -65,6 +64,16 @@ class CutPickleError(UnreadableError):
 Replay: TypeAlias = "Callable[[Machine, int], int]"
 
 
+class _Gaps(dict[int, object]):
+    """A memo of other numbers than a list has: `pickletools.optimize` leaves out many."""
+
+    def append(self, value: object) -> None:
+        self[len(self)] = value
+
+    def __missing__(self, number: int) -> object:
+        raise IndexError(number)
+
+
 class Machine:
     """Stack and memo of one pickle. Of the stack, ``items`` is what lies above the last mark.
 
@@ -83,7 +92,7 @@ class Machine:
     ) -> None:
         self.data = data
         self.items: list[object] = []
-        self.memo = Memo()
+        self.memo: list[object] | _Gaps = []  # by number; without gaps as `pickle` writes it
         self.entry = (0, 0, 0)
         self.named = named
         self.stored = stored
@@ -131,6 +140,15 @@ class Machine:
         items = self.items
         self.items, self.entry = self._below.pop()
         return items
+
+    def remember(self, number: int) -> None:
+        """Keep the last item under a number of the memo."""
+        if number == len(self.memo):
+            self.memo.append(self.items[-1])
+            return
+        if isinstance(self.memo, list):
+            self.memo = _Gaps(enumerate(self.memo))
+        self.memo[number] = self.items[-1]
 
     def push_object(self, made: object, objects: int = 1) -> None:
         """Push a container or an object, and count it as so many."""
@@ -425,21 +443,20 @@ def _memoize(machine: Machine, _: int) -> None:
 def _put(width: int) -> _Step:
     def step(machine: Machine, at: int) -> int:
         end = at + width
-        machine.memo.put(int.from_bytes(machine.data[at:end], "little"), machine.items[-1])
+        machine.remember(int.from_bytes(machine.data[at:end], "little"))
         return end
 
     return step
 
 
 def _get(machine: Machine, at: int) -> int:
-    number = machine.data[at]
-    machine.items.append(machine.memo.get(number))
+    machine.items.append(machine.memo[machine.data[at]])
     return at + 1
 
 
 def _long_get(machine: Machine, at: int) -> int:
     number = int.from_bytes(machine.data[at : at + 4], "little")
-    machine.items.append(machine.memo.get(number))
+    machine.items.append(machine.memo[number])
     return at + 4
 
 

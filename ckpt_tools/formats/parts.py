@@ -34,8 +34,8 @@ from ckpt_tools.formats.dcp.items import TORCH_SAVE
 from ckpt_tools.formats.dcp.objects import open_containers
 from ckpt_tools.formats.foreign import HEAD, not_a, sniff
 from ckpt_tools.formats.frameworks import RANDOM_STATES, FolderParts
-from ckpt_tools.formats.pickle.containers import settled
 from ckpt_tools.formats.pickle.nodes import Opaque
+from ckpt_tools.formats.pickle.settle import settled
 from ckpt_tools.formats.pickle.state_dict import flatten
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.torch_file import read as torch_file

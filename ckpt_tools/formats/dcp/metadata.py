@@ -17,11 +17,11 @@ from typing import NamedTuple, TypeGuard
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
-from ckpt_tools.formats.pickle.containers import as_name
 from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
 from ckpt_tools.formats.pickle.limits import MAX_NDIM, TextBound, is_word
 from ckpt_tools.formats.pickle.nodes import Columns, Function, Global, Instance, Repeated, shown
 from ckpt_tools.formats.pickle.replay import Repetition
+from ckpt_tools.formats.pickle.settle import as_name
 from ckpt_tools.formats.pickle.stored import as_counts, dtype_name, is_dtype
 from ckpt_tools.storage.paths import inside
 

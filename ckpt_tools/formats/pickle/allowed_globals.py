@@ -12,7 +12,6 @@ from collections.abc import Collection
 
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import UnsafePickleError, UnsupportedError
-from ckpt_tools.formats.pickle.configs import is_config
 from ckpt_tools.formats.pickle.rebuild import TENSOR_CLASSES
 
 SHARDED_TENSOR_MODULES = ("torch.distributed._shard.", "torch.distributed._sharded_tensor.")
@@ -72,7 +71,15 @@ _RUNNERS = frozenset({
     "tempfile", "threading", "timeit", "trace", "types", "urllib", "urllib2", "venv", "weakref",
     "webbrowser", "xmlrpc", "zipapp", "zipfile", "zipimport",
 })
+# Of them it is shown what they hold.
+CONFIG_CLASSES = frozenset({
+    "argparse.Namespace", "lightning.fabric.utilities.data.AttributeDict",
+    "lightning.pytorch.utilities.parsing.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+    "pytorch_lightning.utilities.parsing.AttributeDict", "types.SimpleNamespace",
+})
 # fmt: on
+_OMEGACONF = ("omegaconf.dictconfig.", "omegaconf.listconfig.", "omegaconf.nodes.")
 _TORCH_RUNNERS = (
     "torch._C",
     "torch._dynamo",
@@ -91,6 +98,11 @@ _NUMPY_RUNNERS = ("numpy.testing", "numpy.load", "numpy.f2py", "numpy.distutils"
 
 
 _MAX_NAMED = 20
+
+
+def is_config(name: str) -> bool:
+    """Whether a global is the class of a config."""
+    return name in CONFIG_CLASSES or name.startswith(_OMEGACONF)
 
 
 def is_harmless(name: str) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.pickle.limits import (
-    MAX_PLAIN,
-)
+from ckpt_tools.formats.pickle.limits import MAX_PLAIN
 from ckpt_tools.formats.pickle.nodes import Opaque, is_key
 from ckpt_tools.formats.pickle.stored import Stored
 
@@ -36,27 +36,31 @@ class FactFinder:
 
     def facts(self, value: object) -> Facts:
         """The facts of a value, which lives as long as this does."""
-        if type(value) in _ATOMS:
-            return _PLAIN
+        if isinstance(value, Opaque):
+            return Facts(tensors=value.is_tensor, odd=value.qualname, flaw=value.flaw)
+        if isinstance(value, Stored):
+            return Facts(tensors=True, odd=type_name(value))
+        if (
+            isinstance(value, list | tuple)
+            and len(value) <= MAX_PLAIN
+            and _ATOMS.issuperset(map(type, value))
+        ):
+            return _of_atoms(len(value))
+        if not isinstance(value, dict | list | tuple | set | frozenset):
+            return _of_atoms(0)
         if id(value) not in self._known:
-            self._known[id(value)] = self._found(value)
+            self._known[id(value)] = self._inside(value)
         return self._known[id(value)]
 
-    def _found(self, value: object) -> Facts:
-        if not isinstance(value, _CONTAINERS):
-            if isinstance(value, Opaque):
-                return Facts(tensors=value.is_tensor, odd=value.qualname, flaw=value.flaw)
-            return (
-                Facts(tensors=True, odd=type_name(value)) if isinstance(value, Stored) else _PLAIN
-            )
+    def _inside(self, value: Collection[object]) -> Facts:
         is_odd = len(value) > MAX_PLAIN or (isinstance(value, dict) and not all(map(is_key, value)))
         odd = type_name(value) if is_odd else None
-        items = value.values() if isinstance(value, dict) else value
-        if _ATOMS.issuperset(map(type, items)):
-            return Facts(odd=odd, parts=1 + len(value))
         tensors = dicts = False
         parts, flaw = 1, None
-        for item in items:
+        for item in value.values() if isinstance(value, dict) else value:
+            if type(item) in _ATOMS:
+                parts += 1
+                continue
             found = self.facts(item)
             tensors = tensors or found.tensors
             dicts = dicts or isinstance(item, dict) or (found.dicts and isinstance(item, list))
@@ -66,9 +70,13 @@ class FactFinder:
         return Facts(tensors, dicts, odd, flaw, parts)
 
 
-_PLAIN = Facts()
-_CONTAINERS = (dict, list, tuple, set, frozenset)
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+@cache
+def _of_atoms(count: int) -> Facts:
+    """Of a container of so many; of a million that are alike it is one."""
+    return Facts(parts=1 + count)
 
 
 def type_name(value: object) -> str:

@@ -18,7 +18,7 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     is_runner,
     runner_error,
 )
-from ckpt_tools.formats.pickle.containers import Containers, settled
+from ckpt_tools.formats.pickle.containers import Containers
 from ckpt_tools.formats.pickle.facts import FactFinder
 from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
 from ckpt_tools.formats.pickle.limits import MAX_PICKLE
@@ -31,6 +31,7 @@ from ckpt_tools.formats.pickle.rebuild import (
     refused_function,
     storage_from_id,
 )
+from ckpt_tools.formats.pickle.settle import settled
 from ckpt_tools.formats.pickle.stored import StoredStorage, is_dtype
 
 _REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")

@@ -6,14 +6,14 @@ somewhere inside, and anything else is one value. A tuple is walked only when it
 which would be lost otherwise. An empty dict is an empty container of the tree, and no value.
 
 Keys stay what they are in the tree; in a path they are text. The values are settled
-(`containers.settled`): they do not contain themselves, and their keys are names. Nothing here reads
+(`settle.settled`): they do not contain themselves, and their keys are names. Nothing here reads
 a file.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -138,12 +138,13 @@ class _Flattening:
         if self._name_text < 0 or len(fqn) > MAX_NAME:
             raise UnreadableError(f"{self._where} has names of {len(fqn):,} bytes in containers.")
         if isinstance(value, Stored):
+            self._enter(value, 1)
             self.tensors.append(TensorLeaf(fqn, path, value))
             return fqn
         if isinstance(value, dict) and self._has_parts(value):
             return self._dict(value, fqn, path)
         if isinstance(value, list | tuple) and self.holds(value):
-            self._enter(value)
+            self._enter(value, len(value))
             above = f"{fqn}." if path else ""
             items = tuple(
                 self.tree(item, f"{above}{place}", (*path, place))
@@ -154,7 +155,7 @@ class _Flattening:
         return fqn
 
     def _dict(self, value: dict[Key, object], fqn: str, path: Path) -> Branch[str]:
-        self._enter(value)
+        self._enter(value, len(value))
         above = f"{fqn}." if path else ""
         items = []
         texts = set()
@@ -206,10 +207,10 @@ class _Flattening:
         found = self._finder.facts(value)
         return found.tensors or (found.dicts and isinstance(value, list))
 
-    def _enter(self, value: Sized) -> None:
-        """Take note that a container is walked, and refuse one that is walked too often."""
+    def _enter(self, value: object, parts: int) -> None:
+        """Take note of a container or a tensor, and refuse what is met too often."""
         if id(value) in self._walked:
-            self._repeated += len(value)
+            self._repeated += parts
         self._walked.add(id(value))
         if self._repeated > MAX_REPEATED:
             raise UnreadableError(

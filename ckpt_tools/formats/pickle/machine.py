@@ -124,7 +124,9 @@ class Machine:
                 raise CutPickleError from error
             raise UnreadableError(f"is damaged: it holds no pickle, at byte {at - 1:,}.") from error
         except _DAMAGE as error:
-            raise _damage(error) from error
+            reason = printable(str(error))[:MAX_SHOWN] or type(error).__name__
+            message = f"is damaged: its pickle cannot be read ({reason})."
+            raise UnreadableError(message) from error
 
     def begin(self, at: int) -> None:
         """Put a mark on the stack."""
@@ -186,20 +188,12 @@ class Machine:
             raise TypeError(f"'{type(target).__name__}' object does not support item assignment")
 
 
-def _damage(error: Exception) -> UnreadableError:
-    reason = printable(str(error))[:MAX_SHOWN] or type(error).__name__
-    return UnreadableError(f"is damaged: its pickle cannot be read ({reason}).")
-
-
 def _called(function: object, args: object) -> object:
     """What a function of the table makes of arguments: all that is ever called."""
     if type(args) is not tuple:
         raise TypeError("argument list must be a tuple")
     if isinstance(function, Function):
-        try:
-            return function.run(args)
-        except LookupError as error:
-            raise _damage(error) from error
+        return function.run(args)
     if isinstance(function, Global):
         return Instance(function, args, called=True)
     raise TypeError(f"'{type(function).__name__}' object is not callable")
@@ -214,19 +208,6 @@ def _made(kind: object, args: object, kwargs: object = None) -> object:
     if isinstance(kind, type) and issubclass(kind, Repeated) and not args and not kwargs:
         return kind()
     raise TypeError(f"NEWOBJ class argument must be a type, not {type(kind).__name__}")
-
-
-def _filled(target: object, state: object) -> None:
-    """Give an object its state; a dict of a class of its own loses its attributes."""
-    if isinstance(target, Instance):
-        target.state = state
-    elif isinstance(target, Repeated):
-        try:
-            target.__setstate__(state)
-        except LookupError as error:
-            raise _damage(error) from error
-    elif state is not None and not isinstance(target, dict):
-        raise TypeError(f"'{type(target).__name__}' object takes no state")
 
 
 # What an opcode does: its argument begins at the place that it is given; it gives where it ends,
@@ -383,11 +364,7 @@ def _add_to_set(machine: Machine, _: int) -> None:
 def _setitem(machine: Machine, _: int) -> None:
     value = machine.items.pop()
     key = machine.items.pop()
-    target = machine.items[-1]
-    if type(key) is str and type(target) is dict:
-        target[key] = value
-    else:
-        machine.set_items(target, (key, value))
+    machine.set_items(machine.items[-1], (key, value))
 
 
 def _setitems(machine: Machine, _: int) -> None:
@@ -427,8 +404,15 @@ def _newobj_ex(machine: Machine, _: int) -> None:
 
 
 def _build(machine: Machine, at: int) -> int | None:
+    """Give an object its state; a dict of a class of its own loses its attributes."""
     state = machine.items.pop()
-    _filled(machine.items[-1], state)
+    target = machine.items[-1]
+    if isinstance(target, Instance):
+        target.state = state
+    elif isinstance(target, Repeated):
+        target.__setstate__(state)
+    elif state is not None and not isinstance(target, dict):
+        raise TypeError(f"'{type(target).__name__}' object takes no state")
     return machine.replay(machine, at) if machine.replay else None
 
 
@@ -469,55 +453,29 @@ def _refused(_machine: Machine, at: int) -> int:
 _STOP = ord(".")
 # Bytes of arguments that are looked up, not sliced.
 _WIDTHS = {"\x80": 1, "K": 1, "h": 1, "j": 4, "q": 1, "r": 4}
+# fmt: off
 _OF_OPCODE: dict[str, _Step] = {
-    "(": _mark,
-    ")": _constant(()),
-    "0": _pop,
-    "1": _pop_mark,
-    "B": _counted(4, bytes),
-    "C": _counted(1, bytes),
-    "G": _float,
-    "J": _number(4, signed=True),
-    "K": _byte,
-    "M": _number(2, signed=False),
-    "N": _constant(None),
-    "Q": _storage,
-    "R": _reduce,
-    "T": _counted(4, _old_text),
-    "U": _counted(1, _old_text),
-    "X": _counted(4, _text),
-    "]": _new(list),
-    "a": _append,
-    "b": _build,
-    "c": _global,
-    "e": _appends,
-    "h": _get,
-    "j": _long_get,
-    "q": _put(1),
-    "r": _put(4),
-    "s": _setitem,
-    "t": _tuple,
-    "u": _setitems,
-    "}": _new(dict),
-    "\x80": _protocol,
-    "\x81": _newobj,
-    "\x85": _tuple_of(1),
-    "\x86": _tuple_of(2),
-    "\x87": _tuple_of(3),
-    "\x88": _constant(value=True),
-    "\x89": _constant(value=False),
-    "\x8a": _counted(1, _long),
-    "\x8b": _counted(4, _long),
-    "\x8c": _counted(1, _text),
-    "\x8d": _counted(8, _text),
-    "\x8e": _counted(8, bytes),
-    "\x8f": _new(set),
-    "\x90": _add_to_set,
-    "\x91": _new_frozenset,
-    "\x92": _newobj_ex,
-    "\x93": _stack_global,
-    "\x94": _memoize,
-    "\x95": _frame,
+    # Constants and numbers.
+    "N": _constant(None), ")": _constant(()),
+    "\x88": _constant(value=True), "\x89": _constant(value=False),
+    "K": _byte, "M": _number(2, signed=False), "J": _number(4, signed=True), "G": _float,
+    "\x8a": _counted(1, _long), "\x8b": _counted(4, _long),
+    # Texts and bytes.
+    "X": _counted(4, _text), "\x8c": _counted(1, _text), "\x8d": _counted(8, _text),
+    "T": _counted(4, _old_text), "U": _counted(1, _old_text),
+    "B": _counted(4, bytes), "C": _counted(1, bytes), "\x8e": _counted(8, bytes),
     "\x96": _counted(8, bytearray),
+    # Containers, and what goes into them.
+    "]": _new(list), "}": _new(dict), "\x8f": _new(set), "\x91": _new_frozenset,
+    "t": _tuple, "\x85": _tuple_of(1), "\x86": _tuple_of(2), "\x87": _tuple_of(3),
+    "a": _append, "e": _appends, "s": _setitem, "u": _setitems, "\x90": _add_to_set,
+    # Names, and what is made by them.
+    "c": _global, "\x93": _stack_global, "Q": _storage,
+    "R": _reduce, "\x81": _newobj, "\x92": _newobj_ex, "b": _build,
+    # Stack and memo.
+    "(": _mark, "0": _pop, "1": _pop_mark,
+    "\x94": _memoize, "q": _put(1), "r": _put(4), "h": _get, "j": _long_get,
+    "\x80": _protocol, "\x95": _frame,
 }
+# fmt: on
 _STEPS: list[_Step] = [_OF_OPCODE.get(chr(code), _refused) for code in range(256)]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pickle import encode_long
 from pickletools import genops
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import row_major_strides
@@ -123,20 +123,23 @@ def draft(node: object) -> Draft:
     return PickleWriter().draft(node)
 
 
+_Key: TypeAlias = "int | str | Global"
+
+
 class PickleWriter:
     """Writes one pickle, of what is ``deepest`` in one another at most.
 
     ``parts`` are its opcodes.
     """
 
-    __slots__ = ("_alive", "_blanks", "_depth", "_memo", "_memoized", "parts")
+    __slots__ = ("_blanks", "_depth", "_memo", "_memoized", "parts")
 
     def __init__(self, deepest: int = sys.maxsize) -> None:
         self.parts: list[bytes] = [b"\x80\x02"]
         self._blanks: list[tuple[int, int]] = []  # how many parts lie before it, and its number
-        self._memo: dict[int | str | Global, int] = {}  # what was written before, by its number
+        # What was written before: its number, and itself, so that its id stays taken.
+        self._memo: dict[_Key, tuple[int, object]] = {}
         self._memoized = 0
-        self._alive: list[object] = []  # an id stays taken for as long as its object lives
         self._depth = deepest
 
     @property
@@ -164,8 +167,8 @@ class PickleWriter:
             self._blanks.append((len(self.parts), node.number))
             return
         key = node if isinstance(node, (str, Global)) else id(node)
-        place = self._memo.get(key)
-        if place is not None:
+        if key in self._memo:
+            place = self._memo[key][0]
             self.parts.append(b"h%c" % place if place < 256 else b"j" + struct.pack("<I", place))
             return
         self._depth -= 1
@@ -174,43 +177,53 @@ class PickleWriter:
         self._save_new(node, key)
         self._depth += 1
 
-    def _save_new(self, node: object, key: int | str | Global) -> None:
+    def _save_new(self, node: object, key: _Key) -> None:
         if isinstance(node, str):
-            self.parts.append(_text(node))
-            self._memoize(key, node)
+            self._put(_text(node), key, node)
         elif isinstance(node, Global):
             if node.nested:  # protocol 2 has no opcode for it
                 raise NotPicklableError(node)
             module, _, last = node.name.rpartition(".")
-            self.parts.append(f"c{module}\n{last}\n".encode())
-            self._memoize(key, node)
-        elif isinstance(node, dict):
-            self._save_dict(node, key)
-        elif type(node) is list:
-            self._save_list(node, key)
-        elif type(node) is tuple:
-            self._save_tuple(node)
-            self._memoize(key, node)
+            self._put(f"c{module}\n{last}\n".encode(), key, node)
+        elif type(node) is tuple or isinstance(node, list | dict):
+            self._save_container(node, key)
         elif isinstance(node, Persistent):
             self._save(node.value)
             self.parts.append(b"Q")
         elif isinstance(node, PickledValue):
             self._splice(node)
         else:
-            made = node if isinstance(node, Instance) else _as_call(node)
-            self._save_instance(made, key)
+            self._save_instance(node if isinstance(node, Instance) else _as_call(node), key)
 
-    def _save_instance(self, node: Instance, key: int | str | Global) -> None:
+    def _save_container(
+        self, node: dict[object, object] | list[object] | tuple[object, ...], key: _Key
+    ) -> None:
+        if isinstance(node, dict):
+            if not all(map(is_key, node)):
+                raise NotPicklableError(node)
+            if isinstance(node, OrderedDict):
+                self._save(ORDERED_DICT)
+            self._put(b")R" if isinstance(node, OrderedDict) else b"}", key, node)
+            self._save_items(node.items(), count=len(node), one=b"s", end=b"u")
+        elif isinstance(node, list):
+            self._put(b"]", key, node)
+            self._save_items(zip(node, strict=True), count=len(node), one=b"a", end=b"e")
+        else:
+            few = len(node) < len(_TUPLES)
+            self.parts.append(b"" if few else b"(")
+            for item in node:
+                self._save(item)
+            self._put(_TUPLES[len(node)] if few else b"t", key, node)
+
+    def _save_instance(self, node: Instance, key: _Key) -> None:
         if not node.whole:
             raise NotPicklableError(node)
         self._save(node.cls)
         self._save(node.args)
-        self.parts.append(b"R" if node.called else b"\x81")
-        self._memoize(key, node)
-        if node.items:
-            self._save_batches(((item,) for item in node.items), count=len(node.items), end=b"e")
-        if node.pairs:
-            self._save_batches(node.pairs, count=len(node.pairs), end=b"u")
+        self._put(b"R" if node.called else b"\x81", key, node)
+        items, pairs = node.items or [], node.pairs or []
+        self._save_items(zip(items, strict=True), count=len(items), end=b"e")
+        self._save_items(pairs, count=len(pairs), end=b"u")
         if node.state is not None:
             self._save(node.state)
             self.parts.append(b"b")
@@ -229,55 +242,28 @@ class PickleWriter:
                 start = at + (5 if code.name.startswith("LONG") else 2)
         self.parts.append(value.pickle[start:-1])
 
-    def _save_list(self, node: list[object], key: int | str | Global) -> None:
-        self.parts.append(b"]")
-        self._memoize(key, node)
-        if len(node) == 1:
-            self._save(node[0])
-            self.parts.append(b"a")
-            return
-        self._save_batches(((item,) for item in node), count=len(node), end=b"e")
-
-    def _save_tuple(self, node: tuple[object, ...]) -> None:
-        few = len(node) < len(_TUPLES)
-        if not few:
-            self.parts.append(b"(")
-        for item in node:
-            self._save(item)
-        self.parts.append(_TUPLES[len(node)] if few else b"t")
-
-    def _save_dict(self, node: dict[object, object], key: int | str | Global) -> None:
-        if not all(map(is_key, node)):
-            raise NotPicklableError(node)
-        if isinstance(node, OrderedDict):
-            self._save(ORDERED_DICT)
-            self.parts.append(b")R")
-        else:
-            self.parts.append(b"}")
-        self._memoize(key, node)
-        if len(node) == 1:
-            for item in chain.from_iterable(node.items()):
-                self._save(item)
-            self.parts.append(b"s")
-            return
-        self._save_batches(node.items(), count=len(node), end=b"u")
-
-    def _save_batches(
-        self, groups: Iterable[tuple[object, ...]], *, count: int, end: bytes
+    def _save_items(
+        self, groups: Iterable[tuple[object, ...]], *, count: int, end: bytes, one: bytes = b""
     ) -> None:
+        """Items, or keys and values; where there is ``one`` opcode for a single group, by that."""
+        if count == 1 and one:
+            for item in chain.from_iterable(groups):
+                self._save(item)
+            self.parts.append(one)
+            return
         rest = iter(groups)
         for _ in range(0, count, _BATCH):
             self.parts.append(b"(")
-            for group in islice(rest, _BATCH):
-                for item in group:
-                    self._save(item)
+            for item in chain.from_iterable(islice(rest, _BATCH)):
+                self._save(item)
             self.parts.append(end)
 
-    def _memoize(self, key: int | str | Global, node: object) -> None:
+    def _put(self, opcode: bytes, key: _Key, node: object) -> None:
+        """Write an opcode, and what memoizes the object that it makes."""
         place = self._memoized
         self._memoized += 1
-        self._memo[key] = place
-        self._alive.append(node)
+        self._memo[key] = place, node
+        self.parts.append(opcode)
         self.parts.append(b"q%c" % place if place < 256 else b"r" + struct.pack("<I", place))
 
 

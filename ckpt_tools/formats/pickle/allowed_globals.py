@@ -78,24 +78,14 @@ CONFIG_CLASSES = frozenset({
     "lightning_fabric.utilities.data.AttributeDict",
     "pytorch_lightning.utilities.parsing.AttributeDict", "types.SimpleNamespace",
 })
-# fmt: on
 _OMEGACONF = ("omegaconf.dictconfig.", "omegaconf.listconfig.", "omegaconf.nodes.")
-_TORCH_RUNNERS = (
-    "torch._C",
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.fx",
-    "torch.hub",
-    "torch.jit",
-    "torch.load",
-    "torch.package",
-    "torch.serialization.load",
-    "torch.storage._load_from_bytes",
-    "torch.utils.cpp_extension",
-    "torch.utils.data.datapipes",
-)
 _NUMPY_RUNNERS = ("numpy.testing", "numpy.load", "numpy.f2py", "numpy.distutils")
-
+_TORCH_RUNNERS = (
+    "torch._C", "torch._dynamo", "torch._inductor", "torch.fx", "torch.hub", "torch.jit",
+    "torch.load", "torch.package", "torch.serialization.load", "torch.storage._load_from_bytes",
+    "torch.utils.cpp_extension", "torch.utils.data.datapipes",
+)
+# fmt: on
 
 _MAX_NAMED = 20
 

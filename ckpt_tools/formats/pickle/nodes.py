@@ -7,7 +7,7 @@ pickle hands over for it. Only a `Function` is ever called, and only a `Repeated
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from ckpt_tools.core.plain_values import TorchValue
@@ -97,6 +97,7 @@ class Function:
     qualname: str = "function"
 
 
+@dataclass(slots=True, eq=False)
 class Opaque:
     """A value that is not opened: ``qualname`` names its class or what would have made it.
 
@@ -104,19 +105,13 @@ class Opaque:
     UnsafePickleError.
     """
 
-    __slots__ = ("flaw", "qualname")
-
-    def __init__(self, qualname: str, *, flaw: CheckpointError | None = None) -> None:
-        self.qualname = qualname
-        self.flaw = flaw
+    qualname: str
+    flaw: CheckpointError | None = field(default=None, kw_only=True)
 
     @property
     def is_tensor(self) -> bool:
         """Whether this stands for tensors that cannot be read."""
         return isinstance(self.flaw, UnsupportedError)
-
-    def __repr__(self) -> str:
-        return f"Opaque({self.qualname!r})"
 
 
 class Repeated:

@@ -9,20 +9,13 @@ from __future__ import annotations
 import struct
 
 # The code in a pickle: the type's name, and the format of its bytes.
+# fmt: off
 _TYPES = {
-    "b1": ("bool", "<?"),
-    "i1": ("int8", "<b"),
-    "i2": ("int16", "<h"),
-    "i4": ("int32", "<i"),
-    "i8": ("int64", "<q"),
-    "u1": ("uint8", "<B"),
-    "u2": ("uint16", "<H"),
-    "u4": ("uint32", "<I"),
-    "u8": ("uint64", "<Q"),
-    "f2": ("float16", "<e"),
-    "f4": ("float32", "<f"),
-    "f8": ("float64", "<d"),
+    "b1": ("bool", "<?"), "f2": ("float16", "<e"), "f4": ("float32", "<f"), "f8": ("float64", "<d"),
+    "i1": ("int8", "<b"), "i2": ("int16", "<h"), "i4": ("int32", "<i"), "i8": ("int64", "<q"),
+    "u1": ("uint8", "<B"), "u2": ("uint16", "<H"), "u4": ("uint32", "<I"), "u8": ("uint64", "<Q"),
 }
+# fmt: on
 _CODES = {name: (code, form) for code, (name, form) in _TYPES.items()}
 PREFIX = "numpy."
 

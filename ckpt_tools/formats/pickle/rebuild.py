@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import NotReadError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.dtensor_spec import SPEC_CLASSES, dtensor_of
-from ckpt_tools.formats.pickle.limits import (
-    is_word,
-)
+from ckpt_tools.formats.pickle.limits import is_word
 from ckpt_tools.formats.pickle.nodes import Function, Global, Opaque, shown
 from ckpt_tools.formats.pickle.stored import (
     STORAGES,
@@ -37,22 +35,16 @@ _DTENSORS = (
 )
 # Quantized elements mean nothing without their scales: a tensor of them is refused by name.
 _QUANTIZED = {
-    "QInt8Storage": "qint8",
-    "QUInt8Storage": "quint8",
-    "QInt32Storage": "qint32",
-    "QUInt4x2Storage": "quint4x2",
-    "QUInt2x4Storage": "quint2x4",
+    f"q{name.lower()}": f"Q{name}Storage"
+    for name in ("Int8", "UInt8", "Int32", "UInt4x2", "UInt2x4")
 }
 # The classes of storages and their element types, None for bytes. torch before 2.0 had the same
 # names again under torch.cuda.
+_UNTYPED = ("storage.UntypedStorage", "storage._UntypedStorage", "UntypedStorage")
 _STORAGES: dict[str, str | None] = {
-    **dict.fromkeys(("torch.storage.UntypedStorage", "torch.storage._UntypedStorage")),
-    "torch.UntypedStorage": None,
-    **{
-        f"{module}.{name}": dtype
-        for name, dtype in ({name: dtype for dtype, name in STORAGES.items()} | _QUANTIZED).items()
-        for module in ("torch", "torch.cuda")
-    },
+    **dict.fromkeys(f"torch.{name}" for name in _UNTYPED),
+    **{f"torch.{name}": dtype for dtype, name in (STORAGES | _QUANTIZED).items()},
+    **{f"torch.cuda.{name}": dtype for dtype, name in (STORAGES | _QUANTIZED).items()},
 }
 # The classes that these functions ask for.
 TENSOR_CLASSES = frozenset().union(
@@ -97,6 +89,25 @@ def storage_from_id(pid: object) -> StoredStorage:
     return StoredStorage(key, _STORAGES[name], as_count(numel, "the size of a storage"))
 
 
+def _unless_flawed(run: Callable[[tuple[object, ...]], object]) -> Function:
+    """The function; a tensor that it refuses becomes an opaque value with that flaw."""
+
+    def guarded(args: tuple[object, ...]) -> object:
+        try:
+            return run(args)
+        except UnsupportedError as error:
+            return Opaque(_class_of(args), flaw=error.with_traceback(None))  # it holds frames
+
+    return Function(guarded)
+
+
+def _class_of(args: tuple[object, ...]) -> str:
+    """The class of a tensor, of whose making these are the arguments."""
+    kind = args[1] if len(args) == 4 else None
+    return kind.qualname if isinstance(kind, Global) else "torch.Tensor"
+
+
+@_unless_flawed
 def _rebuild_tensor(args: tuple[object, ...]) -> StoredTensor:
     """``(storage, storage_offset, size, stride[, requires_grad[, hooks[, metadata]]])``."""
     if not 4 <= len(args) <= 7:
@@ -104,11 +115,13 @@ def _rebuild_tensor(args: tuple[object, ...]) -> StoredTensor:
     return _tensor(args, None, *args[6:])
 
 
-def _rebuild_npu_tensor(args: tuple[object, ...]) -> StoredTensor:
+@_unless_flawed
+def _rebuild_npu_tensor(args: tuple[object, ...]) -> object:
     """As `_rebuild_tensor`, and the format that it had in an Ascend NPU: the CPU's is stored."""
-    return _rebuild_tensor(args[:6])
+    return _rebuild_tensor.run(args[:6])
 
 
+@_unless_flawed
 def _rebuild_tensor_v3(args: tuple[object, ...]) -> StoredTensor:
     """``(storage, storage_offset, size, stride, requires_grad, hooks, dtype[, metadata])``."""
     dtype = dtype_name(args[6]) if 7 <= len(args) <= 8 else None
@@ -157,6 +170,7 @@ def _sign(metadata: object) -> Sign | None:
     return None if not bits else "negated" if bits == ["neg"] else "conjugated"
 
 
+@_unless_flawed
 def _rebuild_parameter(args: tuple[object, ...]) -> Stored | Opaque:
     """``(data, requires_grad, hooks[, state])``."""
     made = args[0] if 3 <= len(args) <= 4 else None
@@ -191,35 +205,13 @@ def _list(value: object) -> Sequence[object]:
 _PIECES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
-def _rebuild_wrapper_subclass(_args: tuple[object, ...]) -> object:
+@Function
+def _rebuild_wrapper(_args: tuple[object, ...]) -> object:
     """Never called by itself: `_rebuild_from_type` gives it the state that it needs."""
     raise UnreadableError("a distributed tensor without its state.")
 
 
-def _unless_flawed(run: Callable[[tuple[object, ...]], object]) -> Function:
-    """The function; a tensor that it refuses becomes an opaque value with that flaw."""
-
-    def guarded(args: tuple[object, ...]) -> object:
-        try:
-            return run(args)
-        except UnsupportedError as error:
-            return Opaque(_class_of(args), flaw=error.with_traceback(None))  # it holds frames
-
-    return Function(guarded)
-
-
-def _class_of(args: tuple[object, ...]) -> str:
-    """The class of a tensor, of whose making these are the arguments."""
-    kind = args[1] if len(args) == 4 else None
-    return kind.qualname if isinstance(kind, Global) else "torch.Tensor"
-
-
-_REBUILD_TENSOR = _unless_flawed(_rebuild_tensor)
-_REBUILD_TENSOR_V3 = _unless_flawed(_rebuild_tensor_v3)
-_REBUILD_NPU_TENSOR = _unless_flawed(_rebuild_npu_tensor)
-_REBUILD_PARAMETER = _unless_flawed(_rebuild_parameter)
-_REBUILD_WRAPPER = Function(_rebuild_wrapper_subclass)
-_REBUILDS = (_REBUILD_TENSOR, _REBUILD_TENSOR_V3, _REBUILD_NPU_TENSOR, _REBUILD_PARAMETER)
+_TENSOR_MAKERS = (_rebuild_tensor, _rebuild_tensor_v3, _rebuild_npu_tensor, _rebuild_parameter)
 # torchao's classes of weights that are trained in low precision: each keeps its weight as it is in
 # this attribute, and converts it when it is used.
 _FLOAT8 = "torchao.float8.fsdp_utils.WeightWith{}Float8CastTensor"
@@ -236,41 +228,38 @@ _WEIGHT_OF = {
 }
 
 
+@_unless_flawed
 def _rebuild_from_type(args: tuple[object, ...]) -> object:
     """``(function, class, its arguments, state of the subclass)``."""
     function, kind, inner, state = args if len(args) == 4 else (None,) * 4
     if not isinstance(inner, tuple):
         raise UnreadableError(f"a tensor subclass made of {len(args)} values.")
-    if function is _REBUILD_WRAPPER and _asked(kind) in _DTENSORS:
+    if function is _rebuild_wrapper and _asked(kind) in _DTENSORS:
         return dtensor_of(inner, state)
-    if function is _REBUILD_WRAPPER and type(state) is dict and len(inner) > 2:
+    if function is _rebuild_wrapper and type(state) is dict and len(inner) > 2:
         weight = state.get(_WEIGHT_OF.get(_class_of(args), ""))
-        shape = as_counts(inner[2], "the shape of a tensor")
-        if type(weight) is StoredTensor and (dtype_name(inner[1]), shape) == (
-            weight.dtype,
-            weight.shape,
-        ):
+        says = dtype_name(inner[1]), as_counts(inner[2], "the shape of a tensor")
+        if type(weight) is StoredTensor and (weight.dtype, weight.shape) == says:
             return weight
     if _asked(kind) not in ("torch.Tensor", *_PARAMETERS) or not isinstance(function, Function):
         name = getattr(kind, "qualname", None) or shown(kind)
         raise NotReadError(f"a tensor of class {name}, which is not read.", hint=RESAVE)
-    if function not in _REBUILDS and not isinstance(function, _Refused):
+    if function not in _TENSOR_MAKERS and not isinstance(function, _Refused):
         raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=RESAVE)
     made = function.run(inner)
     return _with_attributes(made, state) if isinstance(made, StoredTensor) else made
 
 
-_REBUILD_FROM_TYPE = _unless_flawed(_rebuild_from_type)
 _FROM_TYPE = ("torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2")
 TENSOR_FUNCTIONS: Mapping[str, Function] = {
-    "torch._utils._rebuild_tensor": _REBUILD_TENSOR,
-    "torch._utils._rebuild_tensor_v2": _REBUILD_TENSOR,
-    "torch._utils._rebuild_tensor_v3": _REBUILD_TENSOR_V3,
-    "torch_npu.utils.storage._rebuild_npu_tensor": _REBUILD_NPU_TENSOR,
-    "torch._utils._rebuild_parameter": _REBUILD_PARAMETER,
-    "torch._utils._rebuild_parameter_with_state": _REBUILD_PARAMETER,
-    "torch._utils._rebuild_wrapper_subclass": _REBUILD_WRAPPER,
-    **dict.fromkeys(_FROM_TYPE, _REBUILD_FROM_TYPE),
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch_npu.utils.storage._rebuild_npu_tensor": _rebuild_npu_tensor,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._utils._rebuild_wrapper_subclass": _rebuild_wrapper,
+    **dict.fromkeys(_FROM_TYPE, _rebuild_from_type),
 }
 # Where tensors are not read, and only what they are is wanted.
 NAMING_FUNCTIONS: Mapping[str, Function] = dict.fromkeys(
@@ -282,10 +271,9 @@ def refused_function(qualname: str) -> Function:
     """A function that stands for one of torch's that makes tensors we cannot read."""
     what = _REFUSED.get(qualname.rpartition(".")[2], "tensor")
     message = f"a {what} (made by {qualname}), which is not read."
+    flaw: UnsupportedError = NotReadError(message, hint=RESAVE)
     if what == _META:
-        flaw: UnsupportedError = UnsupportedError(message, hint="-x leaves the entry out.")
-    else:
-        flaw = NotReadError(message, hint=RESAVE)
+        flaw = UnsupportedError(message, hint="-x leaves the entry out.")
     return _Refused(lambda _args: Opaque(what, flaw=flaw), qualname)
 
 
@@ -295,16 +283,11 @@ class _Refused(Function):
     __slots__ = ()
 
 
-_META = "meta tensor without values"
+_META, _OTHER_DEVICE = "meta tensor without values", "tensor of another device (XLA, MAIA, MTIA)"
 _REFUSED = {
-    **dict.fromkeys(
-        (
-            "_rebuild_device_tensor_from_cpu_tensor",
-            "_rebuild_device_tensor_from_numpy",
-            "_rebuild_xla_tensor",
-        ),
-        "tensor of another device (XLA, MAIA, MTIA)",
-    ),
+    "_rebuild_device_tensor_from_cpu_tensor": _OTHER_DEVICE,
+    "_rebuild_device_tensor_from_numpy": _OTHER_DEVICE,
+    "_rebuild_xla_tensor": _OTHER_DEVICE,
     "_rebuild_meta_tensor_no_storage": _META,
     "_rebuild_nested_tensor": "nested tensor",
     "_rebuild_qtensor": "quantized tensor",

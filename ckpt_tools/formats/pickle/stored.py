@@ -22,20 +22,14 @@ LAYOUTS = frozenset(
     | {"torch.sparse_bsr", "torch.sparse_bsc", "torch._mkldnn"}
 )
 # Types that torch had before 2.1 have a storage class each, later ones go by _rebuild_tensor_v3.
+# fmt: off
 STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
+    "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage", "int64": "LongStorage", "int32": "IntStorage",
+    "int16": "ShortStorage", "int8": "CharStorage", "uint8": "ByteStorage", "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage", "complex128": "ComplexDoubleStorage",
 }
+# fmt: on
 _DTYPE = re.compile(
     r"torch\.(?:q?u?int\d+(?:x\d+)?|b?float\d+(?:_e\d+m\d+\w*)?|complex\d+|bits\d+(?:x\d+)?|bool)"
 )

@@ -38,7 +38,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS, load_metadata
-from ckpt_tools.formats.pickle.containers import Containers
+from ckpt_tools.formats.pickle.containers import CONTAINER_FUNCTIONS
 from ckpt_tools.formats.pickle.interpret import interpret
 from ckpt_tools.formats.pickle.load import load_plain, load_stream, load_tensors
 from ckpt_tools.formats.pickle.nodes import Instance, Opaque
@@ -451,7 +451,7 @@ def test_the_oldest_protocols_are_refused_by_name(data: bytes) -> None:
         load(data)
 
 
-NAMES = sorted({*TENSOR_CLASSES, *TENSOR_FUNCTIONS, *METADATA_GLOBALS, *Containers(0).table})
+NAMES = sorted({*TENSOR_CLASSES, *TENSOR_FUNCTIONS, *METADATA_GLOBALS, *CONTAINER_FUNCTIONS})
 
 
 @pytest.mark.parametrize("qualname", NAMES)

@@ -25,7 +25,6 @@ from ckpt_tools.formats.pickle.dump import NotPicklableError, PickleWriter
 from ckpt_tools.formats.pickle.limits import (
     FREE_OPCODES,
     MAX_CLOSED_DEPTH,
-    MAX_CONFIG_DEPTH,
     MAX_CONFIG_VALUES,
     MAX_COPIED,
     MAX_KEY_BITS,
@@ -37,38 +36,28 @@ from ckpt_tools.formats.pickle.stored import Stored, is_dtype
 
 _SCALARS = "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 _PATHS = "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"
-_DATA: dict[str, str] = {
-    "__builtin__": "complex frozenset set",
-    "_codecs": "encode",
-    "_io": "BytesIO",
+# fmt: off
+_DATA = {
+    "__builtin__": "complex frozenset set", "_codecs": "encode", "_io": "BytesIO",
     "builtins": "NoneType bool bytearray bytes complex dict float frozenset int list object range "
     "set slice str tuple",
-    "collections": "Counter OrderedDict defaultdict deque",
-    "copyreg": "__newobj__",
-    "datetime": "date datetime time timedelta timezone",
-    "decimal": "Decimal",
-    "fractions": "Fraction",
-    "numpy": f"{_SCALARS} dtype ndarray",
-    "numpy._core.multiarray": "_reconstruct scalar",
-    "numpy._core.numeric": "_frombuffer",
-    "numpy.random._mt19937": "MT19937",
-    "numpy.random._pcg64": "PCG64 PCG64DXSM",
-    "numpy.random._philox": "Philox",
+    "collections": "Counter OrderedDict defaultdict deque", "copyreg": "__newobj__",
+    "datetime": "date datetime time timedelta timezone", "decimal": "Decimal",
+    "fractions": "Fraction", "pathlib": _PATHS, "random": "Random", "uuid": "SafeUUID UUID",
+    "typing": "Any Dict List Optional Tuple Union",
+    "numpy": f"{_SCALARS} dtype ndarray", "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy._core.numeric": "_frombuffer", "numpy.random._mt19937": "MT19937",
+    "numpy.random._pcg64": "PCG64 PCG64DXSM", "numpy.random._philox": "Philox",
     "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
     "numpy.random._sfc64": "SFC64",
     "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
-    "omegaconf.base": "ContainerMetadata Metadata",
-    "omegaconf.dictconfig": "DictConfig",
+    "omegaconf.base": "ContainerMetadata Metadata", "omegaconf.dictconfig": "DictConfig",
     "omegaconf.listconfig": "ListConfig",
     "omegaconf.nodes": "AnyNode BooleanNode BytesNode EnumNode FloatNode IntegerNode PathNode "
     "StringNode",
-    "pathlib": _PATHS,
-    "random": "Random",
-    "torch": "Size device",
-    "torch.serialization": "_get_layout",
-    "typing": "Any Dict List Optional Tuple Union",
-    "uuid": "SafeUUID UUID",
+    "torch": "Size device", "torch.serialization": "_get_layout",
 }
+# fmt: on
 _NAMES = CONFIG_CLASSES | {
     f"{module}.{name}" for module, names in _DATA.items() for name in names.split()
 }
@@ -153,7 +142,7 @@ class ClosedValues:
     def _shown(self, value: object, depth: int) -> PlainValue:
         """What is in a config: configs, dicts and lists as such, other values as texts."""
         self._configs_left -= 1
-        if self._configs_left < 0 or depth > MAX_CONFIG_DEPTH:
+        if self._configs_left < 0 or depth > MAX_CLOSED_DEPTH:
             raise _EndlessError
         if isinstance(value, Instance) and is_config(value.qualname):
             state = value.state if type(value.state) is dict else {}

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from functools import partial
 
 from ckpt_tools.core.plain_values import Size, TorchValue
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import runner_error
-from ckpt_tools.formats.pickle.limits import (
-    BYTES_OF_ITEM,
-    MAX_COPIED,
-    is_word,
-)
+from ckpt_tools.formats.pickle.limits import is_word
 from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Opaque, call, shown
 from ckpt_tools.formats.pickle.stored import (
     LAYOUTS,
     as_counts,
 )
 
-_NUMBERS = frozenset({type(None), bool, int, float, complex})
-_ATOMS = _NUMBERS | {str, bytes}
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SCALAR = Global("numpy._core.multiarray.scalar")
 _RECONSTRUCT, _ARRAY = Global("numpy._core.multiarray._reconstruct"), Global("numpy.ndarray")
 _FROM_BUFFER, _DTYPE = Global("numpy._core.numeric._frombuffer"), Global("numpy.dtype")
@@ -30,113 +25,80 @@ _LITTLE_ENDIAN: tuple[object, ...] = (
     (3, "<", None, None, None, -1, -1, 0),
     (3, "|", None, None, None, -1, -1, 0),
 )
-_TORCH_VERSION = Global("torch.torch_version.TorchVersion")
-_VERSION = re.compile(r"[0-9A-Za-z.+-]{1,80}")
 
 
-class Containers:
-    """The globals that make containers and small values, for one pickle of ``length`` bytes.
+def _encode(args: tuple[object, ...]) -> bytes:
+    """``(text, "latin1")``: how protocol 2 writes bytes."""
+    text, encoding = args if len(args) == 2 else (None, None)
+    if type(text) is not str or encoding not in {"latin1", "latin-1"}:
+        raise UnreadableError(f"has bytes in encoding {shown(encoding)}.")
+    return text.encode("latin-1")
 
-    A call costs three bytes of a pickle and can copy a long list, so what they copy is summed up.
+
+def _bytes(args: tuple[object, ...]) -> object:
+    return Opaque("builtins.bytes") if args else b""
+
+
+def _complex(args: tuple[object, ...]) -> object:
+    real, imag = args if len(args) == 2 else (None, None)
+    if type(real) is float and type(imag) is float:
+        return complex(real, imag)
+    return Opaque("builtins.complex")
+
+
+def _set(kind: type[set[object] | frozenset[object]], args: tuple[object, ...]) -> object:
+    name, items = f"builtins.{kind.__name__}", args[0] if args else ()
+    if not isinstance(items, list | tuple):
+        return Opaque(name)
+    return kind(items) if _ATOMS.issuperset(map(type, items)) else call(Global(name), *args)
+
+
+def _type(args: tuple[object, ...]) -> object:
+    """``(None,)``: how pickle writes the class of a constant. With more, it makes a class."""
+    if len(args) != 1:
+        raise runner_error("builtins.type")
+    return Opaque("builtins.NoneType" if args[0] is None else "builtins.type")
+
+
+def _reconstructed(args: tuple[object, ...]) -> object:
+    """``(class, base, state of the base)``: how a class makes an object that says so itself."""
+    kind = args[0] if args else None
+    if isinstance(kind, Global):  # whole but with a dict's items, or the like
+        return Instance(kind, whole=args[2:] == (None,))
+    return Opaque(getattr(kind, "qualname", "builtins.object"))
+
+
+def _counter(args: tuple[object, ...]) -> object:
+    return args[0] if args and type(args[0]) is dict else {}
+
+
+def _array(args: tuple[object, ...]) -> object:
+    """``(buffer, dtype, shape, order)`` of protocol 5, as protocol 2 says it: every NumPy loads
+    that.
     """
+    buffer, dtype, shape, order = args if len(args) == 4 else (None,) * 4
+    if not isinstance(buffer, bytes | bytearray) or order not in ("C", "F"):
+        return call(_FROM_BUFFER, *args)
+    made = call(_RECONSTRUCT, _ARRAY, (0,), b"b")
+    made.state = (1, shape, dtype, order == "F", bytes(buffer))
+    return made
 
-    def __init__(self, length: int) -> None:
-        self._left = MAX_COPIED + length
-        self.table = {
-            "_codecs.encode": Function(self._encode),
-            "builtins.bytes": Function(self._bytes, "builtins.bytes"),
-            "builtins.complex": Function(self._complex, "builtins.complex"),
-            "builtins.frozenset": Function(partial(self._set, frozenset), "builtins.frozenset"),
-            "builtins.set": Function(partial(self._set, set), "builtins.set"),
-            "builtins.type": Function(self._type, "builtins.type"),
-            "collections.Counter": Function(self._counter, "collections.Counter"),
-            "collections.OrderedDict": Function(self._dict, "collections.OrderedDict"),
-            "collections.defaultdict": Function(lambda _: {}, "collections.defaultdict"),
-            "copyreg._reconstructor": Function(self._reconstructed, "copyreg._reconstructor"),
-            "datetime.timedelta": Function(_timedelta, "datetime.timedelta"),
-            "numpy._core.multiarray.scalar": Function(_scalar, "numpy.generic"),
-            "numpy._core.numeric._frombuffer": Function(self._array, "numpy.ndarray"),
-            "torch.Size": Function(self._size, "torch.Size"),
-            "torch.device": Function(_device, "torch.device"),
-            "torch.serialization._get_layout": Function(_layout, "torch.layout"),
-        }
 
-    def _copy(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
-            raise UnreadableError("is hostile: it copies values again and again.")
+def _ordered_dict(args: tuple[object, ...]) -> OrderedDict[object, object]:
+    """``()``, or ``([[key, value], …],)`` as Python 2 wrote it."""
+    pairs = args[0] if args else ()
+    if not isinstance(pairs, list | tuple):
+        raise UnreadableError(f"has an OrderedDict made of {shown(pairs)}.")
+    made = OrderedDict[object, object]()
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in _ATOMS:
+            raise UnreadableError("has an OrderedDict that is not a list of pairs.")
+        made[pair[0]] = pair[1]
+    return made
 
-    def _encode(self, args: tuple[object, ...]) -> bytes:
-        """``(text, "latin1")``: how protocol 2 writes bytes."""
-        text, encoding = args if len(args) == 2 else (None, None)
-        if type(text) is not str or encoding not in {"latin1", "latin-1"}:
-            raise UnreadableError(f"has bytes in encoding {shown(encoding)}.")
-        self._copy(len(text))
-        return text.encode("latin-1")
 
-    def _bytes(self, args: tuple[object, ...]) -> object:
-        return Opaque("builtins.bytes") if args else b""
-
-    def _complex(self, args: tuple[object, ...]) -> object:
-        real, imag = args if len(args) == 2 else (None, None)
-        if type(real) is float and type(imag) is float:
-            return complex(real, imag)
-        return Opaque("builtins.complex")
-
-    def _set(self, kind: type[set[object] | frozenset[object]], args: tuple[object, ...]) -> object:
-        name, items = f"builtins.{kind.__name__}", args[0] if args else ()
-        if not isinstance(items, list | tuple):
-            return Opaque(name)
-        self._copy(BYTES_OF_ITEM * len(items))
-        if all(type(item) in _ATOMS for item in items):
-            return kind(items)
-        return call(Global(name), *args)
-
-    def _type(self, args: tuple[object, ...]) -> object:
-        """``(None,)``: how pickle writes the class of a constant. With more, it makes a class."""
-        if len(args) != 1:
-            raise runner_error("builtins.type")
-        return Opaque("builtins.NoneType" if args[0] is None else "builtins.type")
-
-    def _reconstructed(self, args: tuple[object, ...]) -> object:
-        """``(class, base, state of the base)``: how protocol 0 and 1 make an object."""
-        kind = args[0] if args else None
-        if isinstance(kind, Global):
-            return Instance(
-                kind, whole=args[2:] == (None,)
-            )  # else with a dict's items, or the like
-        return Opaque(getattr(kind, "qualname", "builtins.object"))
-
-    def _counter(self, args: tuple[object, ...]) -> object:
-        return args[0] if args and type(args[0]) is dict else {}
-
-    def _array(self, args: tuple[object, ...]) -> object:
-        """``(buffer, dtype, shape, order)`` of protocol 5, as protocol 2 says it: every NumPy loads
-        that.
-        """
-        buffer, dtype, shape, order = args if len(args) == 4 else (None,) * 4
-        if not isinstance(buffer, bytes | bytearray) or order not in ("C", "F"):
-            return call(_FROM_BUFFER, *args)
-        self._copy(len(buffer))
-        made = call(_RECONSTRUCT, _ARRAY, (0,), b"b")
-        made.state = (1, shape, dtype, order == "F", bytes(buffer))
-        return made
-
-    def _dict(self, args: tuple[object, ...]) -> OrderedDict[object, object]:
-        """``()``, or ``([[key, value], …],)`` as Python 2 wrote it."""
-        made = OrderedDict[object, object]()
-        pairs = args[0] if args else ()
-        if not isinstance(pairs, list | tuple):
-            raise UnreadableError(f"has an OrderedDict made of {shown(pairs)}.")
-        self._copy(BYTES_OF_ITEM * len(pairs))
-        for pair in pairs:
-            if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in _ATOMS:
-                raise UnreadableError("has an OrderedDict that is not a list of pairs.")
-            made[pair[0]] = pair[1]
-        return made
-
-    def _size(self, args: tuple[object, ...]) -> Size:
-        return Size(as_counts(args[0] if args else (), "a torch.Size"))
+def _size(args: tuple[object, ...]) -> Size:
+    return Size(as_counts(args[0] if args else (), "a torch.Size"))
 
 
 def _device(args: tuple[object, ...]) -> object:
@@ -187,3 +149,23 @@ def _layout(args: tuple[object, ...]) -> object:
     """The text of a layout, such as ``torch.strided``."""
     known = len(args) == 1 and type(args[0]) is str and args[0] in LAYOUTS
     return TorchValue(args[0]) if known else Opaque("torch.layout")
+
+
+CONTAINER_FUNCTIONS: Mapping[str, Function] = {
+    "_codecs.encode": Function(_encode),
+    "builtins.bytes": Function(_bytes, "builtins.bytes"),
+    "builtins.complex": Function(_complex, "builtins.complex"),
+    "builtins.frozenset": Function(partial(_set, frozenset), "builtins.frozenset"),
+    "builtins.set": Function(partial(_set, set), "builtins.set"),
+    "builtins.type": Function(_type, "builtins.type"),
+    "collections.Counter": Function(_counter, "collections.Counter"),
+    "collections.OrderedDict": Function(_ordered_dict, "collections.OrderedDict"),
+    "collections.defaultdict": Function(lambda _: {}, "collections.defaultdict"),
+    "copyreg._reconstructor": Function(_reconstructed, "copyreg._reconstructor"),
+    "datetime.timedelta": Function(_timedelta, "datetime.timedelta"),
+    "numpy._core.multiarray.scalar": Function(_scalar, "numpy.generic"),
+    "numpy._core.numeric._frombuffer": Function(_array, "numpy.ndarray"),
+    "torch.Size": Function(_size, "torch.Size"),
+    "torch.device": Function(_device, "torch.device"),
+    "torch.serialization._get_layout": Function(_layout, "torch.layout"),
+}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import prod
 
 from ckpt_tools.errors import UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.limits import is_word
+from ckpt_tools.formats.pickle.limits import MAX_NDIM, is_word
 from ckpt_tools.formats.pickle.nodes import Instance, Opaque, shown
 from ckpt_tools.formats.pickle.stored import (
     StoredDTensor,
@@ -71,35 +71,22 @@ def dtensor_of(args: tuple[object, ...], state: object) -> StoredDTensor | Opaqu
         raise UnreadableError(f"a DTensor whose local part is {shown(local)}.")
     shape = as_counts(args[2], "the shape of a DTensor")
     says = spec.fields
-    if dtype != local.dtype or _meta_shape(says.get("tensor_meta")) not in {None, shape}:
+    stated = None
+    if meta := _of(says.get("tensor_meta"), _METAS):
+        stated = meta.args[0] if meta.args else meta.fields.get("shape")
+    if stated is not None:
+        stated = as_counts(stated, "the shape in a DTensor's spec")
+    if dtype != local.dtype or stated not in (None, shape):
         raise UnreadableError(
             f"a DTensor of shape {list(shape)} whose spec or local tensor says something else."
         )
-    mesh = _mesh(says.get("mesh"))
-    return StoredDTensor(
-        local,
-        shape=shape,
-        dtype=dtype,
-        mesh=mesh,
-        placements=_placements(says.get("placements"), mesh),
-        shard_order=_shard_order(says.get("shard_order")),
-    )
-
-
-def _meta_shape(value: object) -> tuple[int, ...] | None:
-    """The global shape that the spec states, None when it states none."""
-    meta = _of(value, _METAS)
-    if meta is None:
-        return None
-    shape = meta.args[0] if meta.args else meta.fields.get("shape")
-    return None if shape is None else as_counts(shape, "the shape in a DTensor's spec")
-
-
-def _placements(value: object, mesh: StoredMesh) -> tuple[StoredPlacement, ...]:
-    """One placement for each dimension of the mesh."""
-    if not isinstance(value, tuple | list) or len(value) != len(mesh.shape):
-        raise UnreadableError(f"a mesh of {len(mesh.shape)} dimensions, placements {shown(value)}.")
-    return tuple(_placement(item) for item in value)
+    mesh, placements = _mesh(says.get("mesh")), says.get("placements")
+    if not isinstance(placements, tuple | list) or len(placements) != len(mesh.shape):
+        raise UnreadableError(
+            f"a mesh of {len(mesh.shape)} dimensions, placements {shown(placements)}."
+        )
+    placed = tuple(map(_placement, placements))
+    return StoredDTensor(local, shape, dtype, mesh, placed, _shard_order(says.get("shard_order")))
 
 
 def _placement(value: object) -> StoredPlacement:
@@ -121,7 +108,7 @@ def _placement(value: object) -> StoredPlacement:
 
 def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
     """The mesh dimensions that cut each tensor dimension, in order, or None."""
-    if not isinstance(value, tuple) or len(value) > 64:
+    if not isinstance(value, tuple) or len(value) > MAX_NDIM:
         return None
     order = []
     for item in value:
@@ -145,7 +132,7 @@ def _mesh(value: object) -> StoredMesh:
 
 def _read_mesh(state: dict[object, object]) -> StoredMesh:
     layout = _of(state.get("_layout"), _LAYOUTS)
-    grid = state.get("mesh")
+    grid, names = state.get("mesh"), state.get("_mesh_dim_names", state.get("mesh_dim_names"))
     attributes: list[object] = [*state]
     if layout is not None:
         attributes += layout.fields
@@ -157,16 +144,26 @@ def _read_mesh(state: dict[object, object]) -> StoredMesh:
         rank_map = state.get("_flatten_mesh_list")
     else:
         raise UnreadableError("a mesh without its shape.")
-    coordinate = state.get("_coordinate_on_dim")
-    rank = state.get("_rank")
+    rank, coordinate = state.get("_rank"), None
+    if state.get("_coordinate_on_dim") is not None:
+        coordinate = as_counts(state["_coordinate_on_dim"], "the coordinate of a rank")
+        inside = all(index < size for index, size in zip(coordinate, shape, strict=False))
+        if len(coordinate) != len(shape) or not inside:
+            raise UnreadableError(f"a rank at {coordinate} of a mesh of shape {shape}.")
+    dim_names = None
+    if names is not None:
+        listed = names if isinstance(names, tuple | list) else ()
+        dim_names = tuple(filter(is_word, listed))
+        if not len(dim_names) == len(listed) == len(shape):
+            raise UnreadableError(f"a mesh of shape {shape} with names {shown(names)}.")
     return StoredMesh(
         shape,
-        dim_names=_dim_names(state.get("_mesh_dim_names", state.get("mesh_dim_names")), shape),
-        coordinate=None if coordinate is None else _coordinate(coordinate, shape),
+        dim_names=dim_names,
+        coordinate=coordinate,
         rank=rank if type(rank) is int else None,
         rank_map=rank_map if isinstance(rank_map, tuple) else None,
         strides=strides,
-        attributes=frozenset(one for one in attributes if is_word(one)),
+        attributes=frozenset(filter(is_word, attributes)),
     )
 
 
@@ -191,24 +188,6 @@ def _layout_grid(layout: dict[object, object]) -> tuple[tuple[int, ...], tuple[i
 
 
 def _items(value: object) -> tuple[object, ...]:
-    if not isinstance(value, tuple) or len(value) > 64:
+    if not isinstance(value, tuple) or len(value) > MAX_NDIM:
         raise UnreadableError(f"a mesh layout of {shown(value)}.")
     return value
-
-
-def _coordinate(value: object, shape: tuple[int, ...]) -> tuple[int, ...]:
-    coordinate = as_counts(value, "the coordinate of a rank")
-    inside = all(index < size for index, size in zip(coordinate, shape, strict=False))
-    if len(coordinate) != len(shape) or not inside:
-        raise UnreadableError(f"a rank at {coordinate} of a mesh of shape {shape}.")
-    return coordinate
-
-
-def _dim_names(value: object, shape: tuple[int, ...]) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    names = value if isinstance(value, tuple | list) and len(value) == len(shape) else ()
-    words = tuple(filter(is_word, names))
-    if len(words) != len(shape):
-        raise UnreadableError(f"a mesh of shape {shape} with names {shown(value)}.")
-    return words

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
+from math import prod
 from pickle import encode_long
 from pickletools import genops
 from typing import NamedTuple, TypeAlias
@@ -83,9 +84,7 @@ _UNTYPED = Global("torch.storage.UntypedStorage")
 
 def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str = "cpu") -> Instance:
     """A packed row-major tensor that fills the storage ``data/{key}``, on device ``location``."""
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = prod(shape)
     name = STORAGES.get(dtype.name)
     cls = _UNTYPED if name is None else Global(f"torch.{name}")
     units = numel * dtype.itemsize if name is None else numel

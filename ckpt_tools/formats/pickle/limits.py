@@ -40,8 +40,9 @@ MAX_INT_BITS = 8 * MAX_LONG
 MAX_KEY_BITS = 512
 MAX_NDIM = 64  # as many as torch allows
 MAX_NAMES = 1000  # of classes and functions, those of ours too
-# A call costs three bytes and can copy a long list: what functions copy, beside the length.
+# A call costs three bytes and can copy a long list, or a text: so many bytes in all.
 MAX_COPIED = 64 << 20
+COPIED_PER_BYTE = 16
 BYTES_OF_ITEM = 32
 # Closed values are pickled again, each with all that it shares: so many opcodes in all, which take
 # half a microsecond each, and two for each byte. Each value costs some more, however short it is.
@@ -53,7 +54,6 @@ FREE_VALUES = 10_000
 VALUES_PER_BYTE = 16
 VALUES_OF_PIECE = 16
 MAX_CLOSED_DEPTH = 100
-MAX_CONFIG_DEPTH = 50
 MAX_CONFIG_VALUES = 100_000  # of all configs of one pickle
 
 # State dicts. What a key is repeated in: the names of all that is in its dict, which may be 256

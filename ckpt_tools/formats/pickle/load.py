@@ -18,7 +18,7 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     is_runner,
     runner_error,
 )
-from ckpt_tools.formats.pickle.containers import Containers
+from ckpt_tools.formats.pickle.containers import CONTAINER_FUNCTIONS
 from ckpt_tools.formats.pickle.facts import FactFinder
 from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
 from ckpt_tools.formats.pickle.limits import MAX_PICKLE
@@ -27,7 +27,6 @@ from ckpt_tools.formats.pickle.nodes import Global, Opaque
 from ckpt_tools.formats.pickle.rebuild import (
     NAMING_FUNCTIONS,
     TENSOR_FUNCTIONS,
-    module_class,
     refused_function,
     storage_from_id,
 )
@@ -86,14 +85,12 @@ def _tensors(
     """The state dict of a pickle, and its length; ``storages`` is filled with all that it names."""
 
     def storage(pid: object) -> StoredStorage | Global:
-        kind = module_class(pid)
-        if kind is not None:
-            return kind
         stored = storage_from_id(pid)
-        storages[stored.key] = stored
+        if isinstance(stored, StoredStorage):
+            storages[stored.key] = stored
         return stored
 
-    names = _Names(len(data), allow)
+    names = _Names(allow)
     try:
         value, end = interpret(data, resolve=names, storage=storage)
     except UnsafePickleError as error:
@@ -114,7 +111,7 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     Raises UnsafePickleError when the pickle asks for what can run code, and UnsupportedError for
     a ShardedTensor.
     """
-    names = _Names(len(data), None)
+    names = _Names(None)
     with placed(where), collector_paused():
         try:
             value, _ = interpret(data, resolve=names, storage=lambda _: Opaque("torch.Tensor"))
@@ -129,16 +126,14 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
 
 
 class _Names:
-    """What stands for the names that one pickle of ``length`` bytes asks for.
+    """What stands for the names that one pickle asks for.
 
     ``allow`` is None where no tensor is read. ``unknown`` are names that nobody knows.
     """
 
-    def __init__(self, length: int, allow: Collection[str] | None) -> None:
+    def __init__(self, allow: Collection[str] | None) -> None:
         self.unknown: set[str] = set()
-        self._reads_tensors = allow is not None
-        of_tensors = NAMING_FUNCTIONS if allow is None else TENSOR_FUNCTIONS
-        self._functions = {**of_tensors, **Containers(length).table}
+        self._of_tensors = NAMING_FUNCTIONS if allow is None else TENSOR_FUNCTIONS
         self._allow = frozenset(allow or ())
 
     def __call__(self, asked: Global) -> object:
@@ -146,15 +141,16 @@ class _Names:
         that can run code.
         """
         name = asked.name
-        if name in self._functions:
-            return self._functions[name]
+        function = CONTAINER_FUNCTIONS.get(name) or self._of_tensors.get(name)
+        if function is not None:
+            return function
         if name.startswith(SHARDED_TENSOR_MODULES):
             raise _sharded_tensor_error()
         if is_dtype(name):
             return TorchValue(name)
         if is_runner(name):
             raise runner_error(name)
-        if self._reads_tensors and name.startswith(_REBUILD):
+        if self._of_tensors is TENSOR_FUNCTIONS and name.startswith(_REBUILD):
             return refused_function(name)
         if not is_harmless(name) and not self.is_allowed(name):
             self.unknown.add(name)

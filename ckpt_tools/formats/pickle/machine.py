@@ -2,8 +2,9 @@ r"""Interprets a pickle: bytes in, a value out. This file is why no pickle can r
 
 A pickle is a program for a machine with a stack and a memo. Here each of its opcodes is one short
 function in `_STEPS`. They make numbers, texts, lists, dicts and tuples, and look names up in a
-table of ours. What is called is in `_called`, and nothing else: the functions of that table. Of any
-other name, and of what a pickle makes of it, a note is taken (`nodes`); it is never imported.
+table of ours. What is called is in `Machine.called`, and nothing else: the functions of that table.
+Of any other name, and of what a pickle makes of it, a note is taken (`nodes`): it is never
+imported.
 
 The pickle of ``{"a": Size((1, 2))}``, what each opcode does, and the stack after it:
 
@@ -30,9 +31,12 @@ from typing import TypeAlias
 
 from ckpt_tools.errors import UnreadableError, printable
 from ckpt_tools.formats.pickle.limits import (
+    BYTES_OF_ITEM,
     BYTES_PER_OBJECT,
+    COPIED_PER_BYTE,
     FREE_OBJECTS,
     HEAVY_KEY,
+    MAX_COPIED,
     MAX_HEAVY_KEYS,
     MAX_LONG,
     MAX_MARKS,
@@ -100,6 +104,7 @@ class Machine:
         self._below: list[tuple[list[object], tuple[int, int, int]]] = []
         self._most_objects = self.objects_left = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
         self._heavy_keys = 0
+        self._to_copy = MAX_COPIED + COPIED_PER_BYTE * len(data)
 
     def run(self) -> tuple[object, int]:
         """The value of the pickle, and where it ends.
@@ -120,7 +125,7 @@ class Machine:
                 raise self._too_many()
             return self.items.pop(), at
         except IndexError as error:
-            if at + _WIDTHS.get(chr(code), 0) > len(data) or (at == len(data) and code != _STOP):
+            if code != _STOP and at + (4 if code == _LONG_GET else 1) > len(data):
                 raise CutPickleError from error
             raise UnreadableError(f"is damaged: it holds no pickle, at byte {at - 1:,}.") from error
         except _DAMAGE as error:
@@ -128,14 +133,12 @@ class Machine:
             message = f"is damaged: its pickle cannot be read ({reason})."
             raise UnreadableError(message) from error
 
-    def begin(self, at: int) -> None:
-        """Put a mark on the stack."""
+    def put_mark(self, at: int) -> None:
+        """Put a mark on the stack; what follows it begins at this place."""
         if len(self._below) == MAX_MARKS:
             raise UnreadableError(f"is nested more than {MAX_MARKS:,} deep.")
         self._below.append((self.items, self.entry))
-        self.items = []
-        if self.replay:
-            self.entry = (0, at, len(self.memo))
+        self.items, self.entry = [], (0, at, len(self.memo))
 
     def above_mark(self) -> list[object]:
         """The items above the last mark, which are taken off the stack with it."""
@@ -164,6 +167,22 @@ class Machine:
             f"is hostile: more than {self._most_objects:,} objects in {len(self.data):,} bytes."
         )
 
+    def called(self, function: object, args: object) -> object:
+        """What a function of the table makes of arguments: all that is ever called."""
+        if type(args) is not tuple:
+            raise TypeError("argument list must be a tuple")
+        if isinstance(function, Global):
+            return Instance(function, args, called=True)
+        if not isinstance(function, Function):
+            raise TypeError(f"'{type(function).__name__}' object is not callable")
+        copied = args[0] if args else None  # they copy none but the first
+        if isinstance(copied, list | tuple | str | bytes | bytearray):
+            size = BYTES_OF_ITEM if isinstance(copied, list | tuple) else 1
+            self._to_copy -= size * len(copied)
+            if self._to_copy < 0:
+                raise UnreadableError("is hostile: it copies values again and again.")
+        return function.run(args)
+
     def check_keys(self, keys: Sequence[object]) -> None:
         """Check that these values may be hashed."""
         if all(kind in LIGHT_KEYS or issubclass(kind, Repeated) for kind in set(map(type, keys))):
@@ -186,17 +205,6 @@ class Machine:
             target.pairs.extend(zip(keys, items[1::2], strict=True))
         else:
             raise TypeError(f"'{type(target).__name__}' object does not support item assignment")
-
-
-def _called(function: object, args: object) -> object:
-    """What a function of the table makes of arguments: all that is ever called."""
-    if type(args) is not tuple:
-        raise TypeError("argument list must be a tuple")
-    if isinstance(function, Function):
-        return function.run(args)
-    if isinstance(function, Global):
-        return Instance(function, args, called=True)
-    raise TypeError(f"'{type(function).__name__}' object is not callable")
 
 
 def _made(kind: object, args: object, kwargs: object = None) -> object:
@@ -320,10 +328,6 @@ def _tuple_of(count: int) -> _Step:
     return step
 
 
-def _mark(machine: Machine, at: int) -> None:
-    machine.begin(at)
-
-
 def _pop(machine: Machine, _: int) -> None:
     machine.items.pop()
 
@@ -389,7 +393,7 @@ def _stack_global(machine: Machine, _: int) -> None:
 
 def _reduce(machine: Machine, _: int) -> None:
     args = machine.items.pop()
-    machine.push_object(_called(machine.items.pop(), args), OBJECTS_OF_CALL)
+    machine.push_object(machine.called(machine.items.pop(), args), OBJECTS_OF_CALL)
 
 
 def _newobj(machine: Machine, _: int) -> None:
@@ -450,9 +454,7 @@ def _refused(_machine: Machine, at: int) -> int:
     )
 
 
-_STOP = ord(".")
-# Bytes of arguments that are looked up, not sliced.
-_WIDTHS = {"\x80": 1, "K": 1, "h": 1, "j": 4, "q": 1, "r": 4}
+_STOP, _LONG_GET = b".j"
 # fmt: off
 _OF_OPCODE: dict[str, _Step] = {
     # Constants and numbers.
@@ -473,7 +475,7 @@ _OF_OPCODE: dict[str, _Step] = {
     "c": _global, "\x93": _stack_global, "Q": _storage,
     "R": _reduce, "\x81": _newobj, "\x92": _newobj_ex, "b": _build,
     # Stack and memo.
-    "(": _mark, "0": _pop, "1": _pop_mark,
+    "(": Machine.put_mark, "0": _pop, "1": _pop_mark,
     "\x94": _memoize, "q": _put(1), "r": _put(4), "h": _get, "j": _long_get,
     "\x80": _protocol, "\x95": _frame,
 }

@@ -57,28 +57,25 @@ RESAVE = (
 )
 
 
-def module_class(pid: object) -> Global | None:
-    """The class of a module, which the older format names by an id with its source, or None."""
-    kind = pid[1] if type(pid) is tuple and len(pid) == 4 and pid[0] == "module" else None
-    return kind if isinstance(kind, Global) else None
-
-
 def _asked(kind: object) -> str:
     return kind.name if isinstance(kind, Global) else ""
 
 
-def storage_from_id(pid: object) -> StoredStorage:
+def storage_from_id(pid: object) -> StoredStorage | Global:
     """The storage that a persistent id names, in torch.save's zip and in older formats.
 
     The id is ("storage", class, key, location, numel), and in the older format one item more: None,
-    or the part of the storage that is meant, which only files of torch 0.3 and before have.
+    or the part of the storage that is meant, which only files of torch 0.3 and before have. That
+    format also names the class of a module so, with its source: then it is the class.
     """
+    if type(pid) is tuple and pid[:1] == ("module",):
+        if len(pid) == 4 and isinstance(pid[1], Global):
+            return pid[1]
+        raise UnsupportedError(
+            "a whole module was pickled, with its code; only state dicts are read.",
+            hint="Load it where its code is, and save model.state_dict() instead.",
+        )
     if type(pid) is not tuple or not 5 <= len(pid) <= 6 or pid[0] != "storage":
-        if type(pid) is tuple and pid[:1] == ("module",):
-            raise UnsupportedError(
-                "a whole module was pickled, with its code; only state dicts are read.",
-                hint="Load it where its code is, and save model.state_dict() instead.",
-            )
         raise UnreadableError(f"a persistent id that torch.save does not write: {shown(pid)}.")
     _, kind, key, location, numel = pid[:5]
     name = _asked(kind)

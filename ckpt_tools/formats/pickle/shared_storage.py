@@ -5,32 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf
-from ckpt_tools.formats.pickle.stored import StoredStorage
+from ckpt_tools.formats.pickle.stored import StoredStorage, StoredTensor
 
-View = tuple[str, int, tuple[int, ...], tuple[int, ...], str, str | None]
 Ties = tuple[tuple[str, ...], ...]
 
 
-def view_of(leaf: TensorLeaf) -> View | None:
+def _view(leaf: TensorLeaf) -> StoredTensor | None:
     """What of which storage a tensor is, or None when it has no element."""
     stored = leaf.stored.local
-    if 0 in stored.shape:
-        return None
-    return (
-        stored.storage.key,
-        stored.storage_offset,
-        stored.shape,
-        stored.strides,
-        stored.dtype,
-        stored.sign,
-    )
+    return None if 0 in stored.shape else stored
 
 
 def tied(leaves: Iterable[TensorLeaf]) -> Ties:
     """Groups of two or more names that are the same view of the same storage."""
-    groups: dict[View, list[str]] = {}
+    groups: dict[StoredTensor, list[str]] = {}
     for leaf in leaves:
-        view = view_of(leaf)
+        view = _view(leaf)
         if view is not None:
             groups.setdefault(view, []).append(leaf.fqn)
     return _groups(groups.values())
@@ -39,10 +29,10 @@ def tied(leaves: Iterable[TensorLeaf]) -> Ties:
 def still_tied(ties: Ties, leaves: Iterable[TensorLeaf]) -> Ties:
     """Those ties that hold in another rank's file, too; a shard without elements says nothing."""
     wanted = {fqn for group in ties for fqn in group}
-    views = {leaf.fqn: view_of(leaf) for leaf in leaves if leaf.fqn in wanted}
+    views = {leaf.fqn: _view(leaf) for leaf in leaves if leaf.fqn in wanted}
     kept = []
     for group in ties:
-        seen: dict[View, list[str]] = {}
+        seen: dict[StoredTensor, list[str]] = {}
         neutral = [fqn for fqn in group if fqn in views and views[fqn] is None]
         for fqn in group:
             view = views.get(fqn)
@@ -54,20 +44,17 @@ def still_tied(ties: Ties, leaves: Iterable[TensorLeaf]) -> Ties:
 
 def overlapping(leaves: Iterable[TensorLeaf]) -> list[tuple[str, str]]:
     """Pairs of neighbours in one storage that may share elements without being the same view."""
-    spans: dict[StoredStorage, list[tuple[int, int, View, str]]] = {}
+    spans: dict[StoredStorage, list[tuple[int, StoredTensor, str]]] = {}
     for leaf in leaves:
-        stored = leaf.stored.local
-        view = view_of(leaf)
+        view = _view(leaf)
         if view is not None:
-            spans.setdefault(stored.storage, []).append(
-                (stored.storage_offset, stored.end, view, leaf.fqn)
-            )
+            spans.setdefault(view.storage, []).append((view.end, view, leaf.fqn))
     pairs = []
     for held in spans.values():
-        held.sort(key=lambda span: span[:2])
-        reach, last_view, last_fqn = held[0][1:]
-        for start, end, view, fqn in held[1:]:
-            if start < reach and view != last_view:
+        held.sort(key=lambda span: (span[1].storage_offset, span[0]))
+        reach, last_view, last_fqn = held[0]
+        for end, view, fqn in held[1:]:
+            if view.storage_offset < reach and view != last_view:
                 pairs.append((last_fqn, fqn))
             if end > reach:
                 reach, last_view, last_fqn = end, view, fqn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import cache
 from typing import NamedTuple
 
@@ -36,31 +35,26 @@ class FactFinder:
 
     def facts(self, value: object) -> Facts:
         """The facts of a value, which lives as long as this does."""
+        if type(value) in _ATOMS:
+            return _of_atoms(0)
+        if isinstance(value, list | tuple) and _ATOMS.issuperset(map(type, value)):
+            return _of_atoms(len(value), type_name(value) if len(value) > MAX_PLAIN else None)
+        if id(value) not in self._known:
+            self._known[id(value)] = self._found(value)
+        return self._known[id(value)]
+
+    def _found(self, value: object) -> Facts:
         if isinstance(value, Opaque):
             return Facts(tensors=value.is_tensor, odd=value.qualname, flaw=value.flaw)
         if isinstance(value, Stored):
             return Facts(tensors=True, odd=type_name(value))
-        if (
-            isinstance(value, list | tuple)
-            and len(value) <= MAX_PLAIN
-            and _ATOMS.issuperset(map(type, value))
-        ):
-            return _of_atoms(len(value))
         if not isinstance(value, dict | list | tuple | set | frozenset):
             return _of_atoms(0)
-        if id(value) not in self._known:
-            self._known[id(value)] = self._inside(value)
-        return self._known[id(value)]
-
-    def _inside(self, value: Collection[object]) -> Facts:
         is_odd = len(value) > MAX_PLAIN or (isinstance(value, dict) and not all(map(is_key, value)))
         odd = type_name(value) if is_odd else None
         tensors = dicts = False
         parts, flaw = 1, None
         for item in value.values() if isinstance(value, dict) else value:
-            if type(item) in _ATOMS:
-                parts += 1
-                continue
             found = self.facts(item)
             tensors = tensors or found.tensors
             dicts = dicts or isinstance(item, dict) or (found.dicts and isinstance(item, list))
@@ -74,9 +68,9 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 @cache
-def _of_atoms(count: int) -> Facts:
+def _of_atoms(count: int, odd: str | None = None) -> Facts:
     """Of a container of so many; of a million that are alike it is one."""
-    return Facts(parts=1 + count)
+    return Facts(odd=odd, parts=1 + count)
 
 
 def type_name(value: object) -> str:

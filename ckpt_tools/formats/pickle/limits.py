@@ -47,7 +47,7 @@ BYTES_OF_ITEM = 32
 # Closed values are pickled again, each with all that it shares: so many opcodes in all, which take
 # half a microsecond each, and two for each byte. Each value costs some more, however short it is.
 FREE_OPCODES = 500_000
-OPCODES_OF_VALUE = 32
+OPCODES_OF_VALUE = 64
 
 # Values. They are counted as often as they are met: one per byte, were none shared.
 FREE_VALUES = 10_000

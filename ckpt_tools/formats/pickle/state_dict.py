@@ -24,6 +24,7 @@ from ckpt_tools.core.state_tree import Branch, Key, Kind, Path, Tree
 from ckpt_tools.core.text import MAX_NAME
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.facts import FactFinder, type_name
+from ckpt_tools.formats.pickle.interpret import collector_paused
 from ckpt_tools.formats.pickle.limits import (
     FREE_NAMES,
     MAX_PLAIN,
@@ -82,6 +83,7 @@ class StateDict:
     tree: Branch[str]
 
 
+@collector_paused()
 def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDict:
     """The leaves of a nested value; one that is no container has the path ``("value",)``.
 

@@ -26,8 +26,10 @@ from ckpt_tools import ExportOptions, ReadOptions, ReshardOptions, WriteOptions,
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plain_values import PickledValue
 from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.pickle import closed_values
 from ckpt_tools.formats.pickle.dump import dumps
 from ckpt_tools.formats.pickle.load import load_plain, load_tensors
+from ckpt_tools.formats.pickle.nodes import Opaque
 
 T = torch.arange(6.0)
 CHECKED = WriteOptions(check=True)
@@ -244,6 +246,15 @@ def test_many_closed_values_that_share_one_do_not_cost_its_size_each() -> None:
     assert isinstance(found, list)
     carried = [one for one in found if isinstance(one, PickledValue)]
     assert 0 < sum(len(one.pickle) for one in carried) < 100 << 20
+
+
+def test_very_many_short_closed_values_stay_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps([bytearray() for _ in range(1000)], 5)
+    assert isinstance(load_plain(data, where="x"), list)
+    monkeypatch.setattr(closed_values, "FREE_OPCODES", 0)
+    found = load_plain(data, where="x")
+    assert isinstance(found, Opaque)
+    assert found.qualname == "builtins.bytearray"
 
 
 def test_text_that_is_made_bytes_again_and_again_is_hostile() -> None:

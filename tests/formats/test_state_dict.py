@@ -93,6 +93,12 @@ def test_doubling_lists_are_refused_in_time() -> None:
         flatten({"a": value}, where="x.pt")
 
 
+def test_one_tensor_in_very_many_places_is_no_state_dict() -> None:
+    assert len(flatten([T] * 1000, where="x.pt").tensors) == 1000
+    with pytest.raises(UnreadableError, match="nested without end"):
+        flatten([T] * 300_000, where="x.pt")
+
+
 def test_a_large_value_in_many_places_is_looked_through_once() -> None:
     value = list(range(90_000))
     state = flatten({"a": dict.fromkeys(range(20_000), value)}, where="x.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ class FactFinder:
         """The facts of a value, which lives as long as this does."""
         if type(value) in _ATOMS:
             return _of_atoms(0)
-        if isinstance(value, list | tuple) and _ATOMS.issuperset(map(type, value)):
-            return _of_atoms(len(value), type_name(value) if len(value) > MAX_PLAIN else None)
+        if isinstance(value, list | tuple) and len(value) <= _SHORT and _are_atoms(value):
+            return _of_atoms(len(value))
         if id(value) not in self._known:
             self._known[id(value)] = self._found(value)
         return self._known[id(value)]
@@ -52,9 +53,12 @@ class FactFinder:
             return _of_atoms(0)
         is_odd = len(value) > MAX_PLAIN or (isinstance(value, dict) and not all(map(is_key, value)))
         odd = type_name(value) if is_odd else None
+        items = value.values() if isinstance(value, dict) else value
+        if _are_atoms(items):
+            return Facts(odd=odd, parts=1 + len(value))
         tensors = dicts = False
         parts, flaw = 1, None
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in items:
             found = self.facts(item)
             tensors = tensors or found.tensors
             dicts = dicts or isinstance(item, dict) or (found.dicts and isinstance(item, list))
@@ -65,12 +69,17 @@ class FactFinder:
 
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SHORT = 64
+
+
+def _are_atoms(values: Iterable[object]) -> bool:
+    return _ATOMS.issuperset(map(type, values))
 
 
 @cache
-def _of_atoms(count: int, odd: str | None = None) -> Facts:
+def _of_atoms(count: int) -> Facts:
     """Of a container of so many; of a million that are alike it is one."""
-    return Facts(odd=odd, parts=1 + count)
+    return Facts(parts=1 + count)
 
 
 def type_name(value: object) -> str:

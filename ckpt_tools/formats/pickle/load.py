@@ -95,7 +95,11 @@ def _tensors(
         value, end = interpret(data, resolve=names, storage=storage)
     except UnsafePickleError as error:
         _refuse_sharded_tensor(data)
-        error.advice = _whole_model(data) or error.advice
+        if b"torch.nn.modules." in data and b"_parameters" in data:  # more than is read
+            error.advice = (
+                "It looks like a whole model, pickled with its code (torch.save(model)). If you "
+                "trust it, load it where its code is, and save model.state_dict() instead."
+            )
         raise
     made = settled(value, length=end, is_allowed=names.is_allowed, unknown=names.unknown)
     if isinstance(made, Opaque) and made.flaw is not None:
@@ -175,13 +179,3 @@ def _refuse_sharded_tensor(data: bytes) -> None:
     """Raise that the pickle holds a ShardedTensor, if it does: it says more than what it needs."""
     if b"torch.distributed._shard.sharded_tensor" in data and b"ShardedTensor" in data:
         raise _sharded_tensor_error()
-
-
-def _whole_model(data: bytes) -> str | None:
-    """What to try with a pickled model, whose layers ask for more than is read."""
-    if b"torch.nn.modules." not in data or b"_parameters" not in data:
-        return None
-    return (
-        "It looks like a whole model, pickled with its code (torch.save(model)). If you trust it, "
-        "load it where its code is, and save model.state_dict() instead."
-    )

@@ -28,8 +28,8 @@ from __future__ import annotations
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from ckpt_tools.formats.pickle.machine import Machine
@@ -126,14 +126,17 @@ class Repetition:
             shape = None
         if shape is None:
             return at
-        while found := list(islice(_in_a_row(shape.entry, machine.data, at), _ROWS)):
+        while True:
+            found, end = list[re.Match[bytes]](), at
+            while len(found) < _ROWS and (match := shape.entry.match(machine.data, end)):
+                found.append(match)
+                end = match.end()
             made = self._fields.rows(memo, shape, [match.groups() for match in found])
             if not made:
-                self._credit -= 1
-                break
+                self._credit -= bool(found)
+                return at
             machine.items += chain.from_iterable(made)
             at = found[len(made) - 1].end()
-        return at
 
     def _shape_of(self, memo: list[object], entry: bytes) -> _Shape | None:
         """The shape of an entry, None for one that is no row of objects of `Repeated` classes."""
@@ -173,12 +176,6 @@ def _after_name(data: bytes, at: int) -> int:
 
 def _number(reference: bytes) -> int:
     return int.from_bytes(reference[1:], "little")
-
-
-def _in_a_row(entry: re.Pattern[bytes], data: bytes, at: int) -> Iterator[re.Match[bytes]]:
-    while found := entry.match(data, at):
-        yield found
-        at = found.end()
 
 
 class _Fields(dict[bytes, tuple[object, tuple[object, ...]]]):

@@ -13,7 +13,7 @@ a file.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -100,8 +100,7 @@ def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDic
     state = flatten_at(top, where=where, fqn="", path=())
     if state is None:
         raise TypeError("the outermost value is a container")  # made so above
-    _refuse_flat_parameters([leaf.path for leaf in state.tensors], where)
-    _check_names([*state.tensors, *state.objects], where)
+    _check_names(state, where)
     return state
 
 
@@ -220,27 +219,29 @@ class _Flattening:
             )
 
 
-def _refuse_flat_parameters(paths: Sequence[Path], where: str) -> None:
-    """Refuse FSDP1's LOCAL_STATE_DICT: flat parameters have lost the shapes of the weights."""
-    for path in paths:
-        if any(isinstance(part, str) and part.rpartition(".")[2] in _FLAT for part in path):
+def _check_names(state: StateDict, where: str) -> None:
+    """Refuse FSDP1's LOCAL_STATE_DICT, and two leaves of one name.
+
+    Flat parameters have lost the shapes of the weights.
+    """
+    for tensor in state.tensors:
+        parts = (part for part in tensor.path if isinstance(part, str))
+        if any(part.rpartition(".")[2] in _FLAT for part in parts):
             raise UnsupportedError(
-                f"{where}: {names.join(path)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT): one "
-                "rank's piece of many weights in a row, without their shapes.",
+                f"{where}: {names.join(tensor.path)} is a flat parameter of FSDP1 "
+                "(LOCAL_STATE_DICT): one rank's piece of many weights in a row, without their "
+                "shapes.",
                 hint="Only the job that saved it can read it. Load it there and save again: with "
                 "FULL_STATE_DICT, or SHARDED_STATE_DICT and a device_mesh, or through "
                 "torch.distributed.checkpoint.",
             )
-
-
-def _check_names(leaves: Iterable[TensorLeaf | ObjectLeaf], where: str) -> None:
-    """Refuse two leaves of one name."""
     seen: dict[str, Path] = {}
+    leaves: list[TensorLeaf | ObjectLeaf] = [*state.tensors, *state.objects]
     for leaf in leaves:
-        fqn, path = leaf.fqn, leaf.path
-        other = seen.setdefault(fqn, path)
-        if other is not path:
+        other = seen.setdefault(leaf.fqn, leaf.path)
+        if other is not leaf.path:
             raise UnsupportedError(
-                f"{where}: two entries have the name {fqn}: {list(other)} and {list(path)}.",
+                f"{where}: two entries have the name {leaf.fqn}: {list(other)} and "
+                f"{list(leaf.path)}.",
                 hint="Save again with names that differ when joined by dots.",
             )

@@ -11,13 +11,12 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import runner_error
 from ckpt_tools.formats.pickle.limits import is_word
-from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Opaque, call, shown
+from ckpt_tools.formats.pickle.nodes import ATOMS, Function, Global, Instance, Opaque, call, shown
 from ckpt_tools.formats.pickle.stored import (
     LAYOUTS,
     as_counts,
 )
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SCALAR = Global("numpy._core.multiarray.scalar")
 _RECONSTRUCT, _ARRAY = Global("numpy._core.multiarray._reconstruct"), Global("numpy.ndarray")
 _FROM_BUFFER, _DTYPE = Global("numpy._core.numeric._frombuffer"), Global("numpy.dtype")
@@ -50,7 +49,7 @@ def _set(kind: type[set[object] | frozenset[object]], args: tuple[object, ...]) 
     name, items = f"builtins.{kind.__name__}", args[0] if args else ()
     if not isinstance(items, list | tuple):
         return Opaque(name)
-    return kind(items) if _ATOMS.issuperset(map(type, items)) else call(Global(name), *args)
+    return kind(items) if ATOMS.issuperset(map(type, items)) else call(Global(name), *args)
 
 
 def _type(args: tuple[object, ...]) -> object:
@@ -91,7 +90,7 @@ def _ordered_dict(args: tuple[object, ...]) -> OrderedDict[object, object]:
         raise UnreadableError(f"has an OrderedDict made of {shown(pairs)}.")
     made = OrderedDict[object, object]()
     for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in _ATOMS:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in ATOMS:
             raise UnreadableError("has an OrderedDict that is not a list of pairs.")
         made[pair[0]] = pair[1]
     return made

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.pickle.limits import MAX_PLAIN
-from ckpt_tools.formats.pickle.nodes import Opaque, is_key
+from ckpt_tools.formats.pickle.nodes import ATOMS, Opaque, is_key
 from ckpt_tools.formats.pickle.stored import Stored
 
 
@@ -36,7 +36,7 @@ class FactFinder:
 
     def facts(self, value: object) -> Facts:
         """The facts of a value, which lives as long as this does."""
-        if type(value) in _ATOMS:
+        if type(value) in ATOMS:
             return _of_atoms(0)
         if isinstance(value, list | tuple) and len(value) <= _SHORT and _are_atoms(value):
             return _of_atoms(len(value))
@@ -68,12 +68,11 @@ class FactFinder:
         return Facts(tensors, dicts, odd, flaw, parts)
 
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SHORT = 64
 
 
 def _are_atoms(values: Iterable[object]) -> bool:
-    return _ATOMS.issuperset(map(type, values))
+    return ATOMS.issuperset(map(type, values))
 
 
 @cache

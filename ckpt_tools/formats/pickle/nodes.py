@@ -132,6 +132,9 @@ class Repeated:
         raise NotImplementedError
 
 
+# Values that hold no others.
+NUMBERS = frozenset({type(None), bool, int, float, complex})
+ATOMS = NUMBERS | {str, bytes}
 _KEYS = frozenset({str, float, bool, type(None)})
 
 

@@ -19,11 +19,16 @@ from ckpt_tools.formats.pickle.limits import (
     VALUES_PER_BYTE,
     TextBound,
 )
-from ckpt_tools.formats.pickle.nodes import Function, Global, Instance, Opaque, shown
+from ckpt_tools.formats.pickle.nodes import (
+    ATOMS,
+    NUMBERS,
+    Function,
+    Global,
+    Instance,
+    Opaque,
+    shown,
+)
 from ckpt_tools.formats.pickle.stored import Stored, StoredPieces
-
-_NUMBERS = frozenset({type(None), bool, int, float, complex})
-_ATOMS = _NUMBERS | {str, bytes}
 
 
 def settled(
@@ -58,13 +63,13 @@ class _Settler:
     def settle(self, value: object, depth: int) -> object:
         """The settled value."""
         self._count(1)
-        if type(value) in _NUMBERS:
+        if type(value) in NUMBERS:
             return value
         if type(value) not in _CONTAINERS:
             return self._leaf(value)
         if depth > MAX_DEPTH:
             raise UnreadableError(f"is nested more than {MAX_DEPTH} deep.")
-        if isinstance(value, list | tuple) and _NUMBERS.issuperset(map(type, value)):
+        if isinstance(value, list | tuple) and NUMBERS.issuperset(map(type, value)):
             self._count(len(value))
             return value
         if id(value) in self._done:
@@ -94,7 +99,7 @@ class _Settler:
             self._count(VALUES_OF_PIECE * len(value.sizes))
         if type(value) is str and not is_text(value):
             return Opaque("builtins.str")
-        if type(value) in _ATOMS or isinstance(value, Stored | Opaque | Size | TorchValue):
+        if type(value) in ATOMS or isinstance(value, Stored | Opaque | Size | TorchValue):
             return value
         return Opaque(value.qualname if isinstance(value, Function) else type(value).__name__)
 
@@ -113,7 +118,7 @@ class _Settler:
             self._text.meet(item)
         return (
             value
-            if _ATOMS.issuperset(map(type, items))
+            if ATOMS.issuperset(map(type, items))
             else Opaque(f"builtins.{type(value).__name__}")
         )
 
@@ -125,7 +130,7 @@ class _Settler:
         for part in key if type(key) is tuple else (key,):
             if type(part) is str:
                 as_name(part)
-            elif type(part) not in _ATOMS:
+            elif type(part) not in ATOMS:
                 raise UnsupportedError(f"has a dict with {shown(key)} as a key.")
         return key
 

@@ -302,10 +302,12 @@ def _inflated_records(files: Files, data: ByteRange, window: Window) -> Iterator
 def tensors_in(entry: ObjectEntry, files: Files) -> list[Stored]:
     """The tensors in a pickled object: a whole state dict, saved with flatten_state_dict=False.
 
-    An object that cannot be opened counts as one without: choosing it raises the error.
+    An object that cannot be opened counts as one without: choosing it raises the error. Raises what
+    inflating it raises.
     """
+    item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
     try:
-        archive = archive_of_object(entry, files)
+        archive = archive_of(files, item, f"{entry.data.path}, item of {entry.fqn}")
         if not any(name.startswith("data/") for name in archive.names):
             return []
         value = pickles.load_tensors(archive.read("data.pkl"), where=archive.where)

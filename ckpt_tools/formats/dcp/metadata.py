@@ -201,7 +201,7 @@ _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath")
 
 METADATA_GLOBALS: dict[str, object] = {
-    **{f"pathlib.{name}": Function(_first) for name in _PATHS},
+    **{f"pathlib.{name}": Function(lambda parts: parts) for name in _PATHS},  # is no text
     **{one.name: one for one in (_METADATA, _TENSOR, _PROPERTIES, _BYTES)},
     f"{_CHECKPOINT}.StorageMeta": Global(f"{_CHECKPOINT}.StorageMeta"),
     f"{_CHECKPOINT}.ChunkStorageMetadata": _ChunkStorage,

@@ -100,7 +100,11 @@ def open_objects(index: Index, files: Files, *, largest: int | None = None) -> I
     Raises UnsafePickleError when objects ask for a global that could run code; it is about all of
     them.
     """
+    had_flaws = {entry.fqn for entry in index.objects if entry.flaw is not None}
     index = open_containers(index, files)
+    for entry in index.objects:
+        if entry.flaw is not None and entry.fqn not in had_flaws:
+            raise entry.flaw  # problems were asked for when it was read: a copy would lack it
     objects: list[ObjectEntry] = []
     unsafe: dict[str, UnsafePickleError] = {}
     for entry in index.objects:

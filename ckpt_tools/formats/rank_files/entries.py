@@ -182,6 +182,7 @@ class ReplicaComparison:
 
     files: Files
     left: int = field(default=_MAX_COMPARED_IN_ALL)
+    _kept: tuple[RankTensor, bytes] | None = None
 
     def equal(self, one: RankTensor, other: RankTensor) -> bool | None:
         """Whether two parts hold the same elements; None when they are too large to be read."""
@@ -198,7 +199,9 @@ class ReplicaComparison:
         if max(here.data.length, there.data.length) > MAX_COMPARED or self.left <= 0:
             return None
         self.left -= here.data.length
-        return elements(one, self.files) == elements(other, self.files)
+        if self._kept is None or self._kept[0] is not one:  # it is compared with all other ranks
+            self._kept = (one, elements(one, self.files))
+        return self._kept[1] == elements(other, self.files)
 
 
 def elements(part: RankTensor, files: Files) -> bytes:

@@ -67,7 +67,7 @@ from ckpt_tools.errors import (
     UsageError,
     WriteError,
 )
-from ckpt_tools.formats import locate, read_index
+from ckpt_tools.formats import locate, read_index, registry
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
 from ckpt_tools.storage.reader import Files
@@ -962,14 +962,14 @@ def test_a_worker_looks_into_no_file_that_its_share_does_not_read(tmp_path: Path
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The chunks that are located from now on, by their places."""
     looked_at: list[str] = []
-    real = formats.locate
+    real = registry.locate
 
     def watched(index: CheckpointIndex, files: Files) -> LocatedIndex:
         chunks = {str(c.stored.data) for e in index.tensors for c in e.chunks if c.codec}
         looked_at.extend(chunks)
         return real(index, files)
 
-    monkeypatch.setattr(formats, "locate", watched)
+    monkeypatch.setattr(registry, "locate", watched)
     return looked_at
 
 

@@ -188,8 +188,7 @@ def in_python() -> Iterator[None]:
 # are True or False.
 _ARGUMENTS = (
     *("--include", "--exclude", "--only", "--dtype", "--layout", "--to-mesh", "--hf-assets"),
-    *("--step", "--threads", "--max-shard-size", "--weights", "--ema", "--format", "--like"),
-    *("--param-names", "--torch-version"),
+    *("--step", "--threads", "--max-shard-size", "--weights", "--ema", "--like", "--torch-version"),
 )
 _SWITCHES = (
     *("--force", "--latest", "--latest-complete", "--check", "--resume", "--keep-names"),
@@ -200,6 +199,8 @@ _RENAMED = {"-x": "exclude", "-i": "include", "--place": "rules", "--dtype-for":
 _CALLS = (
     (r"ckpt-tools ls( --only model)?(?=`)", "list(checkpoint)"),
     (r"ckpt-tools diff [^`\n]*--clean-names", "diff(a, b, options=DiffOptions(clean=True))"),
+    (r"another format with --format torch", "to a path that ends in .pt"),
+    (r"--param-names FILE", "ReshardOptions(param_names=ParamNames(...))"),
 )
 
 
@@ -225,11 +226,6 @@ class UsageError(CkptError):
     """An option or an argument makes no sense as given."""
 
     exit_code: ClassVar[int] = 2
-
-    def speak_python(self) -> None:
-        """The same, and arguments in the message in place of the options that exclude others."""
-        super().speak_python()
-        self.message = _in_python(self.message)
 
 
 class OutputExistsError(UsageError):

@@ -198,10 +198,10 @@ def write_mean(raws: Iterable[memoryview], mean: Mean, dtype: DType, out: memory
     They may share one buffer: each is used before the next one is asked for. 16 bytes of memory
     are taken for each element, 32 for a complex one.
     """
-    total: Numbers | None = None
+    total: NDArray[np.float64] | None = None
     with np.errstate(over="ignore", invalid="ignore"):
         for (weight, _), raw in zip(mean.terms, raws, strict=True):
-            part = numbers(raw, dtype)
+            part = numbers(raw, dtype).view(np.float64)  # a complex number is two of these
             part *= weight
             if total is not None:
                 total *= mean.keep
@@ -212,9 +212,8 @@ def write_mean(raws: Iterable[memoryview], mean: Mean, dtype: DType, out: memory
             write_rounded(total, dtype, out)
 
 
-def write_rounded(total: Numbers, dtype: DType, out: memoryview) -> None:
-    """Write numbers into ``out`` as raw elements of a type."""
-    # A complex number is two of these.
+def write_rounded(total: NDArray[np.float64], dtype: DType, out: memoryview) -> None:
+    """Write numbers, two for each complex one, into ``out`` as raw elements of a type."""
     component = BY_NAME[f"float{dtype.bits // 2}"] if dtype.kind == "complex" else dtype
     raw = total.data.cast("B")
     if component.name == "float64":

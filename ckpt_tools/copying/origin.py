@@ -83,8 +83,8 @@ def with_states(files: Iterable[FileEntry]) -> list[FileEntry]:
 def writing_from(files: Iterable[FileEntry]) -> Iterator[None]:
     """Raise SourceChangedError when a file changes before the block ends, whatever else failed."""
     source = with_states(files)
-    # A store is asked once, in the end: with obstore, each answer shows a change earlier.
-    here = [file for file in source if not paths.is_address(file.path)]
+    # What obstore reads is asked for once, in the end: each answer shows a change earlier.
+    here = [file for file in source if not paths.shows_changes(file.path)]
     _require_unchanged(here, SourceChangedError)
     with _unchanged(source, SourceChangedError):
         yield

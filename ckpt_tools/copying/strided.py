@@ -172,14 +172,39 @@ def runs_of(reads: Sequence[ReadItem], box: Box, *, itemsize: int) -> list[Strid
 def add_jobs(item: WriteItem, target: int, jobs: list[Job], *, most: int) -> bool:
     """Append the copies that gather a small item to byte ``target`` of a buffer.
 
-    Returns False, and appends nothing, when those of one chunk are more than ``most``. Raises
-    CheckpointError as `copies_of` does.
+    Returns False, and appends nothing, when those of one chunk are more than ``most``.
+    Raises CheckpointError when the reads do not hold every element once.
     """
-    copies = copies_of(item.reads, item.box, itemsize=item.source.itemsize)
-    if any(prod(dim.size for dim in copy.dims) > most for copy in copies):
-        return False
-    for copy in copies:
+    box, itemsize = item.box, item.source.itemsize
+    tail = box.sizes[1:]
+    row = prod(tail) * itemsize
+    before = len(jobs)
+    nbytes = 0
+    # This loop runs for every chunk of every small tensor: a whole packed chunk takes no detour.
+    for read in item.reads:
+        chunk, part = read
+        data = chunk.data
+        length = part.sizes[0] * row if tail or part.sizes else itemsize
+        if (
+            chunk.strides is None
+            and length == data.length
+            and part.sizes[1:] == tail
+            and part == chunk.box
+            and chunk.codec is None
+        ):
+            place = (part.offsets[0] - box.offsets[0]) * row if part.sizes else 0
+            jobs.append((data.path, data.offset, length, target + place))
+            nbytes += length
+            continue
+        copy = copy_of(read, part, within=box, itemsize=itemsize)
+        count = prod(dim.size for dim in copy.dims)
+        if count > most:
+            del jobs[before:]
+            return False
+        nbytes += count * copy.unit
         for source, place in steps(copy.dims):
             start = target + copy.target + place
-            jobs.append((copy.path, copy.source + source, copy.unit, start))
+            jobs.append((data.path, copy.source + source, copy.unit, start))
+    if nbytes != box.numel * itemsize:
+        raise CheckpointError(f"{item.fqn}: {nbytes:,} bytes are to be read for {box}.")
     return True

@@ -71,7 +71,8 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
     )
 
     options, sizes = order.options, order.options.sizes
-    if order.source is not None and is_address(order.source.root) and order.share.count == 1:
+    is_far = order.source is not None and is_address(order.source.root)
+    if is_far and order.share.count == 1 and options.threads != 1:
         # All that a thread of many reads of a store for a task is one round of requests.
         sizes = replace(sizes, task=min(sizes.task, sizes.slab))
     with (

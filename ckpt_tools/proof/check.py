@@ -39,7 +39,8 @@ from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
-    from ckpt_tools.copying.cast import Numbers
+    import numpy as np
+    from numpy.typing import NDArray
 
 _AGAIN = (
     "OUT was not created. Write it again, without --resume; if this happens again, suspect the "
@@ -200,10 +201,10 @@ def _averaged(
     reader = ChunkReader(files, stage_bytes=sizes.numbers * dtype.itemsize, on_run=on_run)
     for slab in slabs(box, max_numel=sizes.numbers):
         raw = memoryview(bytearray(slab.numel * dtype.itemsize))
-        weighted: list[Numbers] = []
+        weighted: list[NDArray[np.float64]] = []
         for weight, finder in mean.terms:
             reader.fill(finder.reads(slab), slab, itemsize=dtype.itemsize, out=raw)
-            weighted.append(weight * numbers(raw, dtype))
+            weighted.append(weight * numbers(raw, dtype).view("float64"))  # a complex one is two
             weighted = [reduce(lambda total, part: mean.keep * total + part, weighted)]
         write_rounded(weighted[0] / mean.divisor, dtype, raw)
         yield raw

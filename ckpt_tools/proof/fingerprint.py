@@ -122,7 +122,7 @@ def fingerprint(
 
     Raises what keeps the checkpoint from being whole, and UnsupportedError when two names are one.
     """
-    inside = canonical_names(index, index.tensors)
+    inside: dict[str, Inside] = {}
     tally = Tally(on_bytes)
 
     def digest(entry: TensorEntry) -> TensorDigest:
@@ -131,6 +131,7 @@ def fingerprint(
 
     digests: list[TensorDigest] = []
     for located in located_batches(index, files):
+        inside = inside or canonical_names(index, index.tensors)
         digests += in_threads(
             digest,
             located.tensors,

@@ -21,6 +21,7 @@ from ckpt_tools.core.names import require_chosen
 from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.progress import Tally
 from ckpt_tools.core.records import Json, as_json
+from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, batches
 
@@ -184,7 +185,12 @@ def located_batches(index: CheckpointIndex, files: Files) -> Iterator[LocatedInd
 
     tensors = sorted(index.tensors, key=lambda entry: [one.stored.data for one in entry.chunks[:1]])
     for batch in batches(tensors, nbytes, sizes.fetched):
-        yield whole_and_located(replace(index, tensors=tuple(batch)), files)
+        try:
+            located = whole_and_located(replace(index, tensors=tuple(batch)), files)
+        except CheckpointError:
+            whole_and_located(index, files)  # raises one error for all that is damaged
+            raise
+        yield located
 
 
 def _one_sided(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> Iterator[EntryDiff]:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from errno import ENOENT
+from errno import EISDIR, ENOENT
 from functools import cache, lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
@@ -339,7 +339,10 @@ def remove(address: str) -> None:
 
 class _Stream(io.RawIOBase):
     def __init__(self, address: str) -> None:
-        self._address, self._size, self._at = address, facts(address).size, 0
+        found = facts(address)
+        if found.is_dir:
+            raise IsADirectoryError(EISDIR, "it is a folder", address)
+        self._address, self._size, self._at = address, found.size, 0
 
     def readable(self) -> bool:
         return True

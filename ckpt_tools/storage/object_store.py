@@ -128,7 +128,8 @@ class Bucket:
 
     def _begun_or_asked(self, key: str, start: int, end: int) -> tuple[ObjectMeta, memoryview]:
         begun = self._begun.pop(key, None)
-        if begun is not None and start == 0 and begun.exception() is None:
+        # One that has not started may stand behind this one in the pool.
+        if begun is not None and not begun.cancel() and start == 0 and begun.exception() is None:
             meta, data = begun.result()
             is_listed = not _is_another(self._seen.get(key, meta), meta)
             if is_listed and len(data) >= min(end, meta["size"]):

@@ -34,6 +34,11 @@ def is_address(path: str) -> bool:
     return _ADDRESS.match(path) is not None
 
 
+def shows_changes(path: str) -> bool:
+    """Whether each answer of this store is held against the first one of the file."""
+    return is_address(path) and not fsspec_store.is_web(path) and fsspec_store.uses_obstore(path)
+
+
 def is_unlisted(path: str) -> bool:
     """Whether this is the address of a web server, which does not say what is in a folder."""
     return fsspec_store.is_web(path)

@@ -137,7 +137,8 @@ class Files:
             if (item, unpack) not in self._spilled:
                 with NamedTemporaryFile(dir=temporary_folder(), delete=False) as file:
                     unpack(blocks, file.write, path)
-                    self._spilled[item, unpack] = file.name, 0, file.tell()
+                    unpacked = file.name, 0, file.tell()
+                self._spilled[item, unpack] = unpacked  # now that all of it is written
             return self._spilled[item, unpack]
 
     def size(self, path: str) -> int:
@@ -168,6 +169,8 @@ class Files:
         with self.descriptor(path) as fd:
             data = os.pread(fd, length, offset)
         if len(data) < length:  # more than the system reads in one go, or than there is
+            if offset + length > self.size(path):
+                raise _too_short(path, length=self.size(path), needed=offset + length)
             rest = bytearray(length - len(data))
             self.read_into(path, offset + len(data), memoryview(rest))
             data += rest

@@ -154,7 +154,9 @@ def _send(here: str, out: str, last: tuple[str, ...]) -> None:
     folder = os.path.dirname(here)
     noted = _noted(folder)
     inside = [os.path.join(parent, name) for parent, _, names in os.walk(here) for name in names]
-    for path in sorted(inside or [here], key=lambda path: (path.endswith(last), path)):
+    for path in sorted(
+        [here] if os.path.isfile(here) else inside, key=lambda path: (path.endswith(last), path)
+    ):
         address = out if path == here else f"{out}/{os.path.relpath(path, here)}"
         size = os.path.getsize(path)
         try:

@@ -203,9 +203,12 @@ def _prefixes(fqn: str) -> Iterator[str]:
 def _by_module(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
     """The tensors of each module (its name with the dot) by their names in it.
 
-    What lies below a tensor's own name (``weight.absmax``) stands in that tensor's module.
+    What lies below a tensor's own name (``weight.absmax``) stands in that tensor's module. None,
+    where nothing can be packed: a plain model of a million tensors is not to wait for this.
     """
     groups: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    if not any(map(_may_be_packed, tensors.values())):
+        return groups
     for fqn, entry in tensors.items():
         owner = next((one for one in islice(_prefixes(fqn), 3) if one in tensors), fqn)
         module = owner[: owner.rfind(".") + 1]
@@ -238,6 +241,11 @@ def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
     families = {name: family for name, family in known.items() if family is not None}
     codes = {name: family for name, family in families.items() if not name.endswith(_ZERO)}
     return codes or families
+
+
+def _may_be_packed(entry: TensorEntry) -> bool:
+    kind = _kind(entry.dtype)
+    return bool(kind) and (kind != "i64" or bool(_rows(entry.fqn.rpartition(".")[2], kind)))
 
 
 def _family(name: str, entry: TensorEntry, group: Collection[str]) -> _Family | None:

@@ -107,6 +107,14 @@ class RankStates:
         return {"name": self.name, "of": self.of, "ranks": self.ranks}
 
 
+class _Mark(NamedTuple):
+    """What a path says of ranks: at which of its parts, whose, and the rank's number if any."""
+
+    depth: int
+    whose: _Whose
+    rank: int | None
+
+
 def without_old_ranks(
     index: CheckpointIndex, target: TargetRanks, *, places: Collection[str] | None = None
 ) -> tuple[CheckpointIndex, list[str]]:
@@ -177,22 +185,12 @@ def _states(index: CheckpointIndex) -> dict[str, RankStates]:
     for entry in index.entries:
         path = _parts_of(entry.path)
         mark = _mark_of(path)
-        if mark is None:
+        if mark is None or not (entry.section == "other" or _own_depth(path, mark)):
             continue
-        depth, whose, rank = mark
-        # What goes or stays as one: the outermost container that is of the ranks, else the mark.
-        tops = range(1, depth + 2)
-        top = next((top for top in tops if _OWN.fullmatch(str(path[top - 1]))), 0)
-        if not top and entry.section != "other":
-            continue
-        if not top and path[depth] in _LOADER:
-            top = depth
-        place = path[: top or depth + 1]
-        last = str(place[-1]) if top else re.sub(r"\d+$", "*", str(place[-1]))
-        name = names.join((*place[:-1], last))
-        states = by_name.setdefault(name, RankStates(name, whose))
+        name, place = _place_of(path, mark)
+        states = by_name.setdefault(name, RankStates(name, mark.whose))
         states.places.add(place)
-        count = index.world_size if rank is None else rank + 1
+        count = index.world_size if mark.rank is None else mark.rank + 1
         states.ranks = max(states.ranks or 0, count or 0) or None
     return by_name
 
@@ -204,18 +202,35 @@ def _parts_of(path: Path) -> Path:
     )
 
 
-def _mark_of(path: Path) -> tuple[int, _Whose, int | None] | None:
-    """The outermost part of a path that names a rank: its place, whose it is, the rank's number."""
+def _own_depth(path: Path, mark: _Mark) -> int:
+    """How many parts lead into the outermost container that is of the ranks; 0 for none."""
+    depths = range(1, mark.depth + 2)
+    return next((depth for depth in depths if _OWN.fullmatch(str(path[depth - 1]))), 0)
+
+
+def _mark_of(path: Path) -> _Mark | None:
+    """The outermost part of a path that names a rank."""
     for depth, part in enumerate(path):
         own = _DATA_PARALLEL.fullmatch(str(part))
         if own is not None:
-            return depth, "data-parallel ranks", int(own[1])
+            return _Mark(depth, "data-parallel ranks", int(own[1]))
         numbered = _NUMBERED.fullmatch(str(part))
         if numbered is not None:
-            return depth, "ranks", int(numbered[1])
+            return _Mark(depth, "ranks", int(numbered[1]))
         inside = path[depth + 1 :]
         if _RANDOM.fullmatch(str(part)) and len(inside) > 1 and isinstance(inside[0], int):
-            return depth, "ranks", inside[0]
+            return _Mark(depth, "ranks", inside[0])
         if part in _LOADER:
-            return depth, "ranks", None
+            return _Mark(depth, "ranks", None)
     return None
+
+
+def _place_of(path: Path, mark: _Mark) -> tuple[str, Path]:
+    """What goes or stays as one: the container that is of the ranks, else the marked part."""
+    depth = _own_depth(path, mark)
+    if depth:
+        return names.join(path[:depth]), path[:depth]
+    if path[mark.depth] in _LOADER and mark.depth:
+        return names.join(path[: mark.depth]), path[: mark.depth]
+    starred = re.sub(r"\d+$", "*", str(path[mark.depth]))
+    return names.join((*path[: mark.depth], starred)), path[: mark.depth + 1]

@@ -109,13 +109,15 @@ def refuse_split(index: CheckpointIndex, chosen: CheckpointIndex, adapter: str |
     others = _adapters(clean.values()) - (_adapters(kept) if adapter is None else {adapter})
     split = []
     for fqn, name in clean.items():
+        module: str | None
         match = _FACTOR.fullmatch(name) or _SAVED.fullmatch(name) or _OTHER.fullmatch(name)
         if match is not None:
             module, of = match["module"], match["adapter"]
         else:
-            module, of = _layer_of(name, layers) or "", name.rpartition(".")[2]
-        is_split = name not in kept and module.replace(PREFIX, "", 1) in modules
-        if is_split and of not in others:
+            module, of = _layer_of(name, layers), name.rpartition(".")[2]
+        if name in kept or module is None or of in others:
+            continue
+        if module.replace(PREFIX, "", 1) in modules:
             split.append(fqn)
     if split:
         raise UsageError(

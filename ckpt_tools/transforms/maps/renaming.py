@@ -42,10 +42,11 @@ class RenameTransform:
                 fqns = [re.sub(text, by, one.entry.fqn) for one in made]
             except (re.error, IndexError) as error:
                 raise UsageError(f"--rename '{text}={by}' is not valid: {error}.") from error
-            if "" in fqns:
-                empty = made[fqns.index("")].entry.fqn
-                raise UsageError(f"--rename '{text}={by}' leaves nothing of the name {empty}.")
             pairs = list(zip(made, fqns, strict=True))
+            for one, fqn in pairs:
+                if one.entry.fqn and not fqn:
+                    name = one.entry.fqn
+                    raise UsageError(f"--rename '{text}={by}' leaves nothing of the name {name}.")
             made = tuple(one if one.entry.fqn == fqn else one.named(fqn) for one, fqn in pairs)
             count = sum(one.entry.fqn != fqn for one, fqn in pairs)
             if not count:

@@ -34,8 +34,8 @@ def narrow(view: TensorEntry, dim: int, *, start: int, size: int) -> TensorEntry
             strides = _strides(chunk)
             places = zip(box.offsets, chunk.box.offsets, strides, strict=True)
             skipped = sum((a - b) * stride for a, b, stride in places) * view.dtype.itemsize
-            start = chunk.data.offset + skipped
-            cut = chunk.placed(box, start, strides, itemsize=view.dtype.itemsize)
+            place = chunk.data.offset + skipped
+            cut = chunk.placed(box, place, strides, itemsize=view.dtype.itemsize)
         chunks.append(cut._replace(box=box.relative_to(part)))
     return replace(view, shape=shape, chunks=tuple(chunks))
 
@@ -107,13 +107,23 @@ def rotary_to_halves(view: TensorEntry, head_dim: int) -> TensorEntry:
 
     A head has ``head_dim`` rows. Raises UsageError when they do not divide the rows.
     """
-    return _reordered(view, head_dim, [(odd, odd * (head_dim // 2)) for odd in (0, 1)], step=2)
+    half = _half(view, head_dim)
+    return _reordered(view, head_dim, [(odd, odd * half) for odd in (0, 1)], step=2)
 
 
 def rotary_to_pairs(view: TensorEntry, head_dim: int) -> TensorEntry:
     """Rows of each head from halves to pairs: undoes `rotary_to_halves`."""
-    half = head_dim // 2
+    half = _half(view, head_dim)
     return _reordered(view, head_dim, [(row, 2 * row) for row in range(half)], step=half)
+
+
+def _half(view: TensorEntry, head_dim: int) -> int:
+    if not view.shape or head_dim < 2 or head_dim % 2 or view.shape[0] % head_dim:
+        raise UsageError(
+            f"{list(view.shape)}: its rows are not made of heads of {head_dim} rows each, "
+            "an even number."
+        )
+    return head_dim // 2
 
 
 def _reordered(
@@ -124,11 +134,6 @@ def _reordered(
     A run (source, target) is every ``step``-th row of the head from ``source`` on, which become the
     rows from ``target`` on.
     """
-    if not view.shape or head_dim < 2 or head_dim % 2 or view.shape[0] % head_dim:
-        raise UsageError(
-            f"{list(view.shape)}: its rows are not made of heads of {head_dim} rows each, "
-            "an even number."
-        )
     itemsize, many = view.dtype.itemsize, head_dim // step
     chunks: list[Chunk] = []
     for chunk in view.chunks:

@@ -90,6 +90,14 @@ def test_each_type_is_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], wanted.to(dtype))
 
 
+def test_both_parts_of_a_complex_number_are_averaged_alone(tmp_path: Path) -> None:
+    x = torch.complex(torch.tensor([-0.0, 1, 2]), torch.tensor([-1, float("inf"), float("nan")]))
+    paths = _saved(tmp_path, {"w": x}, {"w": x})
+    ckpt_tools.average(paths, tmp_path / "out.safetensors", check=True)
+    written = load_file(tmp_path / "out.safetensors")["w"]
+    assert torch.view_as_real(written).numpy().tobytes() == torch.view_as_real(x).numpy().tobytes()
+
+
 def test_integers_come_from_the_last_and_a_note_names_those_that_differ(tmp_path: Path) -> None:
     held = [{"w": torch.ones(2), "ids": torch.arange(3), "n": torch.tensor(n)} for n in (1, 2)]
     result = ran("average", *_saved(tmp_path, *held), "-o", tmp_path / "out")

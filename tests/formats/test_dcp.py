@@ -418,6 +418,19 @@ def test_a_compressed_directory_without_zstandard_says_what_to_install(
     assert "ckpt-tools[zstd]" in str(problem.hint)
 
 
+def test_an_object_that_can_be_read_no_longer_is_not_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = dcp.read_index(str(REAL / "fsdp2_dcp_1d_4r" / "ckpt"))
+
+    def unreadable(_: Files, path: str, *_place: int) -> bytes:
+        raise UnreadableError(f"{path} cannot be read: Input/output error.")
+
+    monkeypatch.setattr(Files, "read", unreadable)
+    with Files() as files, pytest.raises(UnreadableError, match="Input/output error"):
+        formats.open_objects(index, files)
+
+
 def test_strays_are_told_and_ignored() -> None:
     index = dcp.read_index(str(DATA / "cases" / "C55_rank_without_file" / "dcp"))
     assert index.problems == ()

@@ -205,9 +205,10 @@ def test_views_of_chunks_are_the_same_when_these_are_located_afterwards(
 
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
     view = stored(tmp_path, ROWS, in_rows(24, 24))
-    for head_dim in (3, 5, 16, 0):
-        with pytest.raises(UsageError, match="heads of"):
-            views.rotary_to_halves(view, head_dim)
+    for head_dim in (3, 5, 16, 0, 1 << 40):
+        for turn in (views.rotary_to_halves, views.rotary_to_pairs):
+            with pytest.raises(UsageError, match="heads of"):
+                turn(view, head_dim)
 
 
 # ------------------------------------------------------------------------------------------- maps

@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_tools.errors import UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle import facts
+from ckpt_tools.formats.pickle import facts, state_dict
 from ckpt_tools.formats.pickle.nodes import Opaque
 from ckpt_tools.formats.pickle.state_dict import flatten
 from ckpt_tools.formats.pickle.stored import (
@@ -93,10 +93,12 @@ def test_doubling_lists_are_refused_in_time() -> None:
         flatten({"a": value}, where="x.pt")
 
 
-def test_one_tensor_in_very_many_places_is_no_state_dict() -> None:
-    assert len(flatten([T] * 1000, where="x.pt").tensors) == 1000
+def test_a_state_dict_twice_is_counted_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_dict, "MAX_REPEATED", 10)
+    weights = {str(n): T for n in range(8)}
+    assert len(flatten({"model": weights, "ema": weights}, where="x.pt").tensors) == 16
     with pytest.raises(UnreadableError, match="nested without end"):
-        flatten([T] * 300_000, where="x.pt")
+        flatten(dict.fromkeys("abc", weights), where="x.pt")
 
 
 def test_a_large_value_in_many_places_is_looked_through_once() -> None:

@@ -28,7 +28,6 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_CONFIG_VALUES,
     MAX_COPIED,
     MAX_KEY_BITS,
-    OPCODES_OF_VALUE,
     TextBound,
 )
 from ckpt_tools.formats.pickle.nodes import Global, Instance, Opaque, shown
@@ -127,7 +126,7 @@ class ClosedValues:
             holds_tensor = (is_tensor or isinstance(odd, Stored)) and qualname != _TENSOR
             return Opaque(f"{qualname} with tensors" if holds_tensor else qualname)
         finally:
-            self._opcodes_left -= OPCODES_OF_VALUE + len(writer.parts)
+            self._opcodes_left -= len(writer.parts)
         self._bytes_left -= len(data)
         unlisted = sorted(name for name in writer.names if not (name in _NAMES or is_dtype(name)))
         fields: PlainValue = None

@@ -40,14 +40,13 @@ MAX_INT_BITS = 8 * MAX_LONG
 MAX_KEY_BITS = 512
 MAX_NDIM = 64  # as many as torch allows
 MAX_NAMES = 1000  # of classes and functions, those of ours too
-# A call costs three bytes and can copy a long list, or a text: so many bytes in all.
+# A call costs three bytes and can copy a long text or list: so many bytes and items in all, beside
+# the length of the pickle, and half of that.
 MAX_COPIED = 64 << 20
-COPIED_PER_BYTE = 16
-BYTES_OF_ITEM = 32
+FREE_ITEMS = 2 << 20
 # Closed values are pickled again, each with all that it shares: so many opcodes in all, which take
-# half a microsecond each, and two for each byte. Each value costs some more, however short it is.
+# half a microsecond each, and two for each byte.
 FREE_OPCODES = 500_000
-OPCODES_OF_VALUE = 64
 
 # Values. They are counted as often as they are met: one per byte, were none shared.
 FREE_VALUES = 10_000

@@ -31,9 +31,8 @@ from typing import TypeAlias
 
 from ckpt_tools.errors import UnreadableError, printable
 from ckpt_tools.formats.pickle.limits import (
-    BYTES_OF_ITEM,
     BYTES_PER_OBJECT,
-    COPIED_PER_BYTE,
+    FREE_ITEMS,
     FREE_OBJECTS,
     HEAVY_KEY,
     MAX_COPIED,
@@ -104,7 +103,8 @@ class Machine:
         self._below: list[tuple[list[object], tuple[int, int, int]]] = []
         self._most_objects = self.objects_left = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
         self._heavy_keys = 0
-        self._to_copy = MAX_COPIED + COPIED_PER_BYTE * len(data)
+        self._bytes_to_copy = MAX_COPIED + len(data)
+        self._items_to_copy = FREE_ITEMS + len(data) // 2
 
     def run(self) -> tuple[object, int]:
         """The value of the pickle, and where it ends.
@@ -176,11 +176,12 @@ class Machine:
         if not isinstance(function, Function):
             raise TypeError(f"'{type(function).__name__}' object is not callable")
         copied = args[0] if args else None  # they copy none but the first
-        if isinstance(copied, list | tuple | str | bytes | bytearray):
-            size = BYTES_OF_ITEM if isinstance(copied, list | tuple) else 1
-            self._to_copy -= size * len(copied)
-            if self._to_copy < 0:
-                raise UnreadableError("is hostile: it copies values again and again.")
+        if isinstance(copied, list | tuple):
+            self._items_to_copy -= len(copied)
+        elif isinstance(copied, str | bytes | bytearray):
+            self._bytes_to_copy -= len(copied)
+        if min(self._items_to_copy, self._bytes_to_copy) < 0:
+            raise UnreadableError("is hostile: it copies values again and again.")
         return function.run(args)
 
     def check_keys(self, keys: Sequence[object]) -> None:
@@ -368,7 +369,11 @@ def _add_to_set(machine: Machine, _: int) -> None:
 def _setitem(machine: Machine, _: int) -> None:
     value = machine.items.pop()
     key = machine.items.pop()
-    machine.set_items(machine.items[-1], (key, value))
+    target = machine.items[-1]
+    if type(key) is str and isinstance(target, dict):
+        target[key] = value
+    else:
+        machine.set_items(target, (key, value))
 
 
 def _setitems(machine: Machine, _: int) -> None:

@@ -69,11 +69,12 @@ class _Shape(NamedTuple):
 
 
 class _Same(NamedTuple):
-    """A value that may come again: its bytes, the value, and what the memo keeps of it."""
+    """A value that may come again: its bytes, the value, and which part of the memo is of it."""
 
     data: bytes
     value: object
-    kept: list[object]
+    first: int
+    end: int
 
 
 class Repetition:
@@ -96,7 +97,7 @@ class Repetition:
         memo = machine.memo
         if isinstance(memo, list) and at - start <= _MAX_SAME_BYTES:
             if begin := _after_name(machine.data, start):
-                same = _Same(machine.data[begin:at], machine.items[-1], memo[first + 1 :])
+                same = _Same(machine.data[begin:at], machine.items[-1], first + 1, len(memo))
                 self._same = [same, *self._same[: _MAX_SAME - 1]]
                 at = self._named(machine, memo, at)
             elif at - start <= _MAX_ENTRY and self._credit > 0:
@@ -114,7 +115,7 @@ class Repetition:
             name = str(data[at + 2 : begin - 1], "utf-8", "surrogatepass")
             machine.items += name, same.value
             memo.append(name)
-            memo += same.kept
+            memo += memo[same.first : same.end]
             at = begin + len(same.data)
         return at
 

@@ -127,11 +127,12 @@ class _Settler:
         self._text.meet(key)
         if type(key) is str:
             return as_name(key)
-        for part in key if type(key) is tuple else (key,):
+        parts = key if type(key) is tuple else (key,)
+        if not ATOMS.issuperset(map(type, parts)):
+            raise UnsupportedError(f"has a dict with {shown(key)} as a key.")
+        for part in parts:
             if type(part) is str:
                 as_name(part)
-            elif type(part) not in ATOMS:
-                raise UnsupportedError(f"has a dict with {shown(key)} as a key.")
         return key
 
     def _count(self, nodes: int) -> None:

@@ -13,7 +13,7 @@ a file.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -139,13 +139,12 @@ class _Flattening:
         if self._name_text < 0 or len(fqn) > MAX_NAME:
             raise UnreadableError(f"{self._where} has names of {len(fqn):,} bytes in containers.")
         if isinstance(value, Stored):
-            self._enter(value, 1)
             self.tensors.append(TensorLeaf(fqn, path, value))
             return fqn
         if isinstance(value, dict) and self._has_parts(value):
             return self._dict(value, fqn, path)
         if isinstance(value, list | tuple) and self.holds(value):
-            self._enter(value, len(value))
+            self._enter(value)
             above = f"{fqn}." if path else ""
             items = tuple(
                 self.tree(item, f"{above}{place}", (*path, place))
@@ -156,7 +155,7 @@ class _Flattening:
         return fqn
 
     def _dict(self, value: dict[Key, object], fqn: str, path: Path) -> Branch[str]:
-        self._enter(value, len(value))
+        self._enter(value)
         above = f"{fqn}." if path else ""
         items = []
         texts = set()
@@ -208,10 +207,10 @@ class _Flattening:
         found = self._finder.facts(value)
         return found.tensors or (found.dicts and isinstance(value, list))
 
-    def _enter(self, value: object, parts: int) -> None:
-        """Take note of a container or a tensor, and refuse what is met too often."""
+    def _enter(self, value: Sized) -> None:
+        """Take note of a container, and refuse one that is walked too often."""
         if id(value) in self._walked:
-            self._repeated += parts
+            self._repeated += len(value)
         self._walked.add(id(value))
         if self._repeated > MAX_REPEATED:
             raise UnreadableError(

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from ckpt_tools.proof.stats import TensorStats as TensorStats
     from ckpt_tools.proof.verify import VerifyReport as VerifyReport
     from ckpt_tools.storage.waiting import wait_for_stores as wait_for_stores
+    from ckpt_tools.transforms.optimizer import ParamNames as ParamNames
 
 # Which module has which of these names; it is imported for the first of them that is used.
 _HOMES = {
@@ -102,6 +103,7 @@ _HOMES = {
     "storage.waiting": "wait_for_stores",
     "proof.stats": "Statistics TensorStats",
     "convert.reshard": "ReshardOptions ReshardPlan",
+    "transforms.optimizer": "ParamNames",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 _NAMES = sorted([*_HOME, "__version__"])

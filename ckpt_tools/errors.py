@@ -200,7 +200,10 @@ _CALLS = (
     (r"ckpt-tools ls( --only model)?(?=`)", "list(checkpoint)"),
     (r"ckpt-tools diff [^`\n]*--clean-names", "diff(a, b, options=DiffOptions(clean=True))"),
     (r"another format with --format torch", "to a path that ends in .pt"),
-    (r"--param-names FILE", "ReshardOptions(param_names=ParamNames(...))"),
+    (
+        r"--param-names FILE( names them)?(,|:) one name a line",
+        r"ReshardOptions(param_names=ParamNames(names))\1",
+    ),
 )
 
 

@@ -2,9 +2,11 @@
 
 import errno
 import os
+import re
 
 import pytest
 
+import ckpt_tools
 from ckpt_tools.errors import (
     CheckpointError,
     CkptError,
@@ -88,3 +90,23 @@ def test_the_lines_of_an_error_stay_lines() -> None:
     error = UnreadableError("Two are wrong:", f"  {EVIL}", "  b").at("x.pt")
     assert error.message.split("\n")[::2] == ["x.pt: Two are wrong:", "  b"]
     assert len(error.concerning(["b"]).message.split("\n")) == 3
+
+
+@pytest.mark.parametrize(
+    ("hint", "said"),
+    [
+        (
+            "Give that order by --param-names FILE, one name a line; or --only model.",
+            "Give that order by ReshardOptions(param_names=ParamNames(names)); or only model.",
+        ),
+        (
+            "Leave them out with -x, or write another format with --format torch.",
+            "Leave them out with exclude, or write to a path that ends in .pt.",
+        ),
+    ],
+)
+def test_hints_of_the_library_name_what_it_has(hint: str, said: str) -> None:
+    error = CkptError("a/-x/b cannot be written.", hint=hint)
+    error.speak_python()
+    assert (error.message, error.advice) == ("a/-x/b cannot be written.", said)
+    assert all(hasattr(ckpt_tools, name) for name in re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", said))

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from size_records import DEFAULT, TINY, use
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 from ckpt_tools.core.sizes import Sizes
 
-# No deadlines: processes share the cores, so one example's time says nothing about the code.
-settings.register_profile("local", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+# No deadlines: processes share the cores, so what an example takes says nothing about the code.
+settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
 _PROFILE = "ci" if os.environ.get("CI") else "local"
 settings.register_profile("quick", settings.get_profile(_PROFILE), max_examples=30)
 settings.load_profile(_PROFILE)

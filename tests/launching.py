@@ -12,6 +12,9 @@ from tempfile import TemporaryFile
 
 # Seconds after which a job counts as hanging: on a twentieth of a core the largest takes 245.
 PATIENCE = 300
+# Ports of jobs, bound until the tests end: no other program gets them, and torch listens there all
+# the same, because both say SO_REUSEADDR and only one of them listens.
+_HELD: list[socket.socket] = []
 BIN = Path(sys.executable).parent
 JOBS = Path(__file__).parent / "jobs"
 ENVIRONMENT = {
@@ -69,9 +72,11 @@ def nodes(
     The second node sees a disk of its own at ``own_disk``; only root can have that. The rendezvous
     is torchrun's: "static", or "c10d", under which any of the two may get rank 0.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _HELD.append(held)
+    port = held.getsockname()[1]
     agents = []
     for number in range(2):
         command = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc-per-node", "1"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from click.shell_completion import ShellComplete
+from launching import PATIENCE
 from running import run
 
 from ckpt_tools.cli import cli
@@ -120,7 +121,7 @@ class Terminal:
         return self._wait_for("arguments").split("\0")[:-1]
 
     def _wait_for(self, name: str) -> str:
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE
         while not (self._folder / name).exists() and time.monotonic() < end:
             self.type("")
         self.type("")

@@ -1,10 +1,13 @@
 """What is said while a person waits: on a terminal alone, and erased at the end."""
 
 import io
+import re
 import sys
 import time
 
 import pytest
+import tqdm.std
+from launching import PATIENCE
 
 from ckpt_tools.cli import progress
 
@@ -21,16 +24,18 @@ def test_a_long_wait_is_said_on_a_terminal_and_erased(
     monkeypatch.setattr(stderr, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(progress, "is_quiet", lambda: quiet)
+    monkeypatch.setattr(progress, "_SILENT", PATIENCE)
     with progress.clock("reading"):
         pass
     assert stderr.getvalue() == ""
     monkeypatch.setattr(progress, "_SILENT", 0.001)
     drawn = terminal and not quiet and not dumb
     with progress.clock("reading"):
-        until = time.monotonic() + 10
+        until = time.monotonic() + PATIENCE
         while drawn and not stderr.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
-    assert stderr.getvalue() == (f"reading: 0 s\r{' ' * 12}\r" if drawn else "")
+    said = r"(reading: \d s\r)+ {12}\r" if drawn else ""
+    assert re.fullmatch(said, stderr.getvalue())
 
 
 def test_a_bar_names_its_phase_and_starts_with_the_first_bytes(
@@ -41,19 +46,19 @@ def test_a_bar_names_its_phase_and_starts_with_the_first_bytes(
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(progress, "is_quiet", lambda: False)
     monkeypatch.setattr(progress, "saying", lambda: print)
-    monkeypatch.setattr(progress, "_DELAY", 0.01)
+    now = time.time()
+    monkeypatch.setattr(tqdm.std, "time", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: now)
     with progress.writing() as heard:
         heard.on_total(4000)
-        time.sleep(0.3)  # planning
-        began = time.monotonic()
+        now += 5  # planning
         heard.on_bytes(1000)
-        time.sleep(0.15)
+        now += 1
         heard.on_bytes(1000)
-        took = time.monotonic() - began
         heard.on_written()
-        time.sleep(0.15)
+        now += 1
         heard.on_bytes(2000)
     first, *_, last = (line for line in stderr.getvalue().split("\r") if "|" in line)
     assert first.startswith("write:  50%")
     assert last.startswith("check: 100%")
-    assert float(first.rpartition(", ")[2].partition("kB/s")[0]) > 2 / (took + 0.2)
+    assert "2.00kB/s" in first

@@ -7,7 +7,6 @@ import fcntl
 import os
 import signal
 import threading
-import time
 import tracemalloc
 import zlib
 from collections import Counter
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import PATIENCE
 from sources import DTYPES, Source, layouts, region, values
 
 from ckpt_tools.copying import write as write_module
@@ -388,15 +388,24 @@ def test_an_error_stops_the_other_threads(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("copy")]
 
 
-def test_ctrl_c_stops_all_threads_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_stops_all_threads_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = checked_plan(tmp_path, sizes=(1 << 20,))
     told: list[int] = []
+    stops: list[threading.Event] = []
+    real = write_module.TaskWriter
+
+    def watched(files: Files, *, stop: threading.Event, **named: object) -> write_module.TaskWriter:
+        stops.append(stop)
+        return real(files, stop=stop, **named)
+
+    monkeypatch.setattr(write_module, "TaskWriter", watched)
 
     def interrupt(nbytes: int) -> None:
         told.append(nbytes)
         if len(told) == 3:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)  # let the main thread take it
+        if len(told) >= 3:
+            assert stops[0].wait(PATIENCE)  # until the main thread has taken it
 
     with Files(sizes=SMALL) as files, pytest.raises(KeyboardInterrupt):
         write_files(

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import JOBS, ckpt_tools, contents, ends, nodes
+from launching import JOBS, PATIENCE, ckpt_tools, contents, ends, nodes
+
+from ckpt_tools.copying.atomic_output import place_of
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
 
@@ -102,15 +104,17 @@ class Job:
     def __init__(self, folder: Path, stall: str, rendezvous: str) -> None:
         self.arguments = ("reshard", DCP, "-o", folder / "out", *TO_MESH)
         self.rank = int(stall[0])
+        self._out = place_of(str(folder / "out"))
         self._marker = folder / "stalled"
         env = {"CKPT_TOOLS_PEER_TIMEOUT": "5", "STALL": f"{stall}:{self._marker}"}
         words = (JOBS / "stall.py", *self.arguments)
         self.agents = nodes(*words, env=env, rendezvous=rendezvous)
-        end = time.monotonic() + 90
-        while not self._marker.exists():
-            assert time.monotonic() < end, "the rank never came there"
-            time.sleep(0.05)
+        until(lambda: self._marker.exists() and len(self._ranks()) == 2)
         self._stalled = int(self._marker.read_text())
+
+    def other_finishes(self) -> None:
+        """Wait until the other rank has finished files of its share."""
+        until(lambda: self._out.has_finished)
 
     def kill_rank(self) -> None:
         """Kill the rank that stands still."""
@@ -119,24 +123,32 @@ class Job:
     def kill_agent(self) -> None:
         """Kill the agent of the rank that stands still, and let this go on."""
         status = Path(f"/proc/{self._stalled}/stat").read_text()
-        os.kill(int(status.rpartition(")")[2].split()[1]), signal.SIGKILL)
-        time.sleep(0.5)
+        agent = int(status.rpartition(")")[2].split()[1])
+        os.kill(agent, signal.SIGKILL)
+        until(lambda: not is_alive(agent))
         self._marker.unlink()
 
     def end(self) -> list[str]:
-        """What the agents said. Both have to end within a minute, and all ranks with them."""
-        said = ends(self.agents, within=60)
+        """What the agents said. Both have to end, and all ranks with them."""
+        said = ends(self.agents)
         self.ranks_end()
         return said
 
     def ranks_end(self) -> None:
-        """All ranks have to end within half a minute."""
-        left = [int(file.read_text()) for file in self._marker.parent.glob("stalled.[01]")]
-        assert len(left) == 2
-        end = time.monotonic() + 30
-        while any(map(is_alive, left)) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert not any(map(is_alive, left)), "a rank is left"
+        """Wait until all ranks have ended."""
+        until(lambda: not any(map(is_alive, self._ranks())))
+
+    def _ranks(self) -> list[int]:
+        """The processes of those that have begun."""
+        files = self._marker.parent.glob("stalled.[01]")
+        return [int(number) for file in files if (number := file.read_text())]
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)
 
 
 def is_alive(process: int) -> bool:
@@ -199,7 +211,8 @@ def test_a_job_whose_store_dies_with_its_agent_ends_and_resume_goes_on(
     tmp_path: Path, start: Callable[[str, str], Job], stall: str
 ) -> None:
     job = start(stall, "static")
-    time.sleep(1)  # the other rank has finished its share
+    if stall != "0::":
+        job.other_finishes()
     job.kill_agent()
     ended, other = job.end()
     words = (
@@ -228,7 +241,7 @@ def test_a_rank_killed_under_a_static_rendezvous_ends_the_job_and_resume_goes_on
     tmp_path: Path, start: Callable[[str, str], Job], killed: int, speaks: int
 ) -> None:
     job = start(f"{killed}:run:write_share", "static")
-    time.sleep(1)  # the other rank has finished its share
+    job.other_finishes()
     job.kill_rank()
     said = job.end()
     assert "exitcode  : 4" in said[speaks]

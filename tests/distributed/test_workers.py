@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import BIN, ENVIRONMENT, contents
+from launching import BIN, ENVIRONMENT, PATIENCE, contents
 from safetensors.numpy import save_file
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -24,7 +24,7 @@ cli({COMMAND}, standalone_mode=False)
 
 
 def until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while not done():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.002)
@@ -46,11 +46,14 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def writing(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A command that writes to "out", and its two workers, stopped in the midst of it."""
-    header = b'{"w":{"dtype":"F32","shape":[2000,100000],"data_offsets":[0,800000000]}}'
+    """A command that writes to "out", and its two workers, stopped in the midst of it.
+
+    Each has seconds of work, all of it zeros, which take no room on the disk.
+    """
+    header = b'{"w":{"dtype":"F32","shape":[2000,1000000],"data_offsets":[0,8000000000]}}'
     with (tmp_path / "big.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + 800_000_000)
+        file.truncate(8 + len(header) + 8_000_000_000)
     words = ["reshard", "big.safetensors", "-o", "out", "--to-mesh", "4", "--dtype", "bf16"]
     process = subprocess.Popen(
         [sys.executable, "-m", "ckpt_tools", *words, "-j", "2", "--threads", "1"],
@@ -62,6 +65,7 @@ def writing(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
     for worker, rank in zip(workers, (0, 2), strict=True):  # each has two of the four files
         until((unfinished / f"__{rank}_0.distcp").exists)
         os.kill(worker, signal.SIGSTOP)
+    assert not os.listdir(tmp_path / "out.partial" / "new"), "stopped too late"
     yield process, workers
     process.kill()
     process.communicate()
@@ -73,7 +77,7 @@ def test_a_worker_killed_for_memory_is_one_error_and_exit_code_4(
     process, workers = writing
     os.kill(workers[1], signal.SIGKILL)
     os.kill(workers[0], signal.SIGCONT)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 4
     errors = [line for line in said.splitlines() if line.startswith("Error")]
     assert errors == ["Error: Worker 2 of 2 died (SIGKILL) before its share was written."]
@@ -98,7 +102,7 @@ def test_a_worker_names_what_it_has_finished_when_another_one_fails(tmp_path: Pa
     os.kill(other, signal.SIGSTOP)  # before it begins: however busy the machine, it ends nothing
     until((partial / "new" / mine[30]).exists)
     os.kill(other, signal.SIGKILL)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=PATIENCE)
     assert "with --resume continues" in said
     named = {path.name for path in (partial / "new").iterdir()}
     assert f"{len(named)} of 4,001 files" in said
@@ -121,16 +125,20 @@ def test_workers_end_when_their_parent_is_killed_and_write_nothing_more(
     ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
 )
 def test_a_signal_to_the_command_ends_its_workers(
-    writing: tuple[subprocess.Popen[str], list[int]], sent: signal.Signals, code: int
+    tmp_path: Path,
+    writing: tuple[subprocess.Popen[str], list[int]],
+    sent: signal.Signals,
+    code: int,
 ) -> None:
     process, workers = writing
+    process.send_signal(sent)
     for worker in workers:
         os.kill(worker, signal.SIGCONT)
-    process.send_signal(sent)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert "Traceback" not in said
     assert not any(map(is_alive, workers))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("way", ["script", "typed", "ckpt-tools", "module"])
@@ -145,7 +153,7 @@ def test_workers_start_from_anywhere_and_run_no_script_again(tmp_path: Path, way
     }[way]
     done = subprocess.run(
         command, input=SCRIPT, env=ENVIRONMENT, cwd=tmp_path,
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=PATIENCE, check=True,
     )  # fmt: skip
     assert done.stdout.count("begun") == (way in ("script", "typed"))
     assert len(contents(tmp_path / "out")) == 5

@@ -19,7 +19,7 @@ def _wait(file: Path, do: Callable[[], object] = int) -> None:
     part = file.with_suffix(".part")
     part.write_text(str(os.getpid()))
     part.rename(file)
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while file.exists() and time.monotonic() < end:
         time.sleep(0.1)
         do()

@@ -15,6 +15,7 @@ from threading import Barrier, Thread, Timer
 from typing import ClassVar
 
 import pytest
+from launching import PATIENCE
 from running import run
 
 from ckpt_tools.core.sizes import Sizes
@@ -50,7 +51,7 @@ class Store(BaseHTTPRequestHandler):
         if fault in ("cut", "stalled"):
             self.wfile.write(DATA[start : start + 2])
             self.wfile.flush()
-            time.sleep(2 if fault == "stalled" else 0)
+            time.sleep(PATIENCE if fault == "stalled" else 0)
             self.close_connection = True
             return
         self.wfile.write(DATA[start : last + 1])
@@ -86,7 +87,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Store]]:
         ("REGION", "us-east-1"),
     ):
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(object_store, "STALLED", timedelta(seconds=0.5))
     monkeypatch.setattr(WAITING, "_since", None)  # an outage of another test
     monkeypatch.setattr(WAITING, "_has_said", False)
     monkeypatch.setattr(WAITING, "is_stopped", False)
@@ -131,7 +131,10 @@ def test_a_range_behind_the_end_is_a_truncated_file() -> None:
 
 
 @pytest.mark.parametrize("faults", [["503"], ["cut"], ["stalled"], ["429", "500", "cut"]])
-def test_what_passes_is_asked_for_again(store: type[Store], faults: list[str]) -> None:
+def test_what_passes_is_asked_for_again(
+    store: type[Store], faults: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "STALLED", timedelta(seconds=2))
     store.faults = [*faults]
     assert Files().read("s3://b/x", 7, 30) == DATA[7:37]
     assert len(store.requests) == len(faults) + 1
@@ -185,11 +188,11 @@ def test_an_outage_is_one_wait_and_one_error(
     monkeypatch.setattr(WAITING, "patience", 1.0)
     monkeypatch.setattr(WAITING, "silence", 0.1)
     store.faults = ["503"] * 1000
-    begun = time.monotonic()
-    for _ in range(3):  # the second and third are not waited for
+    for _ in range(3):
+        store.requests.clear()
         with pytest.raises(UnreadableError, match=r"its server answers 503.*for \d+ seconds"):
             Files().read("s3://b/x", 0, 5)
-    assert time.monotonic() - begun < 4
+    assert len(store.requests) == 1  # the second and third are not waited for
     assert said == [
         "s3://b/x: its server answers 503 Service Unavailable; waiting up to 1 seconds."
     ]
@@ -280,7 +283,7 @@ def test_what_a_file_is_is_asked_for_once(store: type[Store]) -> None:
 def test_a_folder_is_listed_while_it_is_asked_whether_it_is_a_file(
     store: type[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = Barrier(2, timeout=5)
+    both = Barrier(2, timeout=PATIENCE)
 
     def head(self: Store) -> None:
         both.wait()
@@ -332,8 +335,6 @@ def test_who_waits_for_a_store_is_stopped_at_once(
 ) -> None:
     monkeypatch.setattr(WAITING, "is_stopped", False)
     store.faults = ["503"] * 1000
-    begun = time.monotonic()
     Timer(0.3, setattr, (WAITING, "is_stopped", True)).start()  # as Ctrl-C does
-    with pytest.raises(UnreadableError, match="503"):
+    with pytest.raises(UnreadableError, match=r"503 Service Unavailable(?!.*, for \d+ seconds)"):
         Files().read("s3://b/x", 0, 5)
-    assert time.monotonic() - begun < 5

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -73,10 +74,10 @@ def emptied(value: object) -> object:
     return value if isinstance(value, tuple) else None
 
 
-def torchs_own(state: object, folder: Path) -> Metadata:
+def torchs_own(state: object, folder: Path, **options: object) -> Metadata:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder, **ALONE)
+        dcp.save(state, checkpoint_id=folder, **ALONE, **options)
     return metadata(folder)
 
 
@@ -464,6 +465,17 @@ def test_what_is_no_plain_value_goes_along_from_a_compressed_directory(tmp_path:
     assert isinstance(back, dict)
     assert isinstance(back.pop("mine"), _Mine)
     assert spelled(back) == spelled({key: state[key] for key in back})
+
+
+def test_tensors_that_nothing_here_can_inflate_are_no_empty_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    torchs_own({"model": {"w": T}}, tmp_path / "dcp", planner=planner)
+    compressed(tmp_path / "dcp")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UnsupportedError, match="zstandard package is not installed"):
+        open_checkpoint(str(tmp_path / "dcp"))
 
 
 def test_a_name_that_is_nested_without_end_is_refused_in_one_line(tmp_path: Path) -> None:

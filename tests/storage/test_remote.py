@@ -29,7 +29,13 @@ from ckpt_tools import api
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.sizes import Sizes
-from ckpt_tools.errors import IncompleteError, OutputExistsError, UnreadableError, UsageError
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    OutputExistsError,
+    UnreadableError,
+    UsageError,
+)
 from ckpt_tools.formats import read_index
 from ckpt_tools.formats.zip.read import read_archive
 from ckpt_tools.proof.fingerprint import fingerprint
@@ -142,6 +148,19 @@ def test_verify_finds_in_a_store_what_it_finds_at_home(place: str, tmp_path: Pat
     first, second = run("verify", here, "--json"), run("verify", there, "--json")
     assert first.exit_code == second.exit_code == (place in places)
     assert second.stdout.replace(there, here) == first.stdout
+
+
+def test_all_that_is_damaged_in_a_store_is_one_error(tmp_path: Path, put) -> None:  # noqa: ANN001
+    shutil.copytree(REAL / KINDS[0], tmp_path / "run")
+    model = [e for e in read_index(str(tmp_path / "run")).tensors if e.section == "model"]
+    for entry in (model[0], model[-1]):
+        item = entry.chunks[0].data
+        _damage(item.path, item.offset + item.length - 60)
+    index = read_index(put(tmp_path / "run", "run"))
+    one_at_a_time = Sizes(fetched=1)
+    with Files(sizes=one_at_a_time) as files, pytest.raises(CheckpointError) as caught:
+        fingerprint(index, files)
+    assert all(entry.fqn in str(caught.value) for entry in (model[0], model[-1]))
 
 
 def test_verify_reads_what_stands_around_elements_with_them(

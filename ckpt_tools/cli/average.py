@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools import formats
-from ckpt_tools.cli import options, shaping
+from ckpt_tools.cli import choosing, options, shaping
 from ckpt_tools.convert.average import Weighting, average_of
 from ckpt_tools.convert.export import ExportPlan
 from ckpt_tools.convert.reshard import ReshardPlan
@@ -73,6 +73,7 @@ def command(asked: _Asked) -> None:
 
     def make(read: Read) -> Conversion[ExportPlan | ReshardPlan]:
         indexes = [read(ckpt, asked.reading) for ckpt in ckpts]
+        choosing.say_idle(asked.names, indexes)
         return average_of(indexes, out, write, asked.weighting, asked.mesh, asked.names)
 
     plan = shaping.carried_out(make, out, write, asked.writing)

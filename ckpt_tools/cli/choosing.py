@@ -5,7 +5,9 @@ Here are the options that choose among several, and what a shell completes names
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import click
@@ -14,8 +16,17 @@ from ckpt_tools import formats
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.progress import clock
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.names import Filters, did_you_mean, near_names, no_such_entry, select
+from ckpt_tools.core.names import (
+    Filters,
+    NamePatterns,
+    did_you_mean,
+    near_names,
+    no_such_entry,
+    select,
+    selector,
+)
 from ckpt_tools.core.options import Heading, only_one_of, option
+from ckpt_tools.core.text import some
 from ckpt_tools.distributed import environment
 from ckpt_tools.errors import (
     AnswerNo,
@@ -132,6 +143,36 @@ def name_newest(error: CkptError) -> None:
 
 def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
     """The entries that the filters choose. Raises AnswerNo, with names that are near, for none."""
+    (one,) = choose_each([index], chosen)
+    return one
+
+
+def choose_each(
+    indexes: Sequence[CheckpointIndex], chosen: Filters, *, also: Collection[str] = ()
+) -> list[CheckpointIndex]:
+    """The same of each of several, which ``also`` may have names that are in none of them."""
+    found = [_chosen(index, chosen) for index in indexes]
+    say_idle(chosen, indexes, also=also)
+    return found
+
+
+def say_idle(
+    patterns: NamePatterns, indexes: Sequence[CheckpointIndex], *, also: Collection[str] = ()
+) -> None:
+    """Say which patterns of -x match no name in any of these, and what is near."""
+    for text in patterns.exclude:
+        is_it = selector([text], [])
+        held = chain(also, *([*(e.fqn for e in one.entries), *one.lost] for one in indexes))
+        if any(map(is_it, held)):
+            continue
+        bare = text.removeprefix("re:").strip("*")
+        near = dict.fromkeys(name for index in indexes for name in near_names(index, bare))
+        roots = " and ".join(dict.fromkeys(index.root for index in indexes))
+        hint = f"Did you mean {some([*near])}?" if near else "`ckpt-tools ls` lists the names."
+        say(f"Note: -x '{text}' matches nothing in {roots}. {hint}")
+
+
+def _chosen(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
     if chosen.wants_all:
         return index
     try:

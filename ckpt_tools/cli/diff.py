@@ -91,8 +91,7 @@ def command(asked: _Asked) -> None:
     wanted, reading, header_only = asked.wanted, asked.reading, asked.header_only
     if header_only and (wanted.ignore_dtypes or not wanted.is_bitwise):
         raise UsageError("--header-only compares no values, so tolerances mean nothing.")
-    a = choosing.choose(reading.read(asked.a), asked.filters)
-    b = choosing.choose(reading.read(asked.b), asked.filters)
+    a, b = choosing.choose_each([reading.read(asked.a), reading.read(asked.b)], asked.filters)
     if fitting(a, b, wanted) != wanted:
         say("No tensor's name is on both sides: compared without containers (--clean-names).")
     if header_only:

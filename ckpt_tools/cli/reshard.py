@@ -158,6 +158,8 @@ def command(asked: _Asked) -> None:
 
     def make(read: Read) -> Conversion[ReshardPlan]:
         index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
+        if asked.param_names is None:  # by those names is chosen, where they are given
+            choosing.say_idle(asked.wanted, [index])
         return reshard_of(index, out, write, asked.wanted)
 
     plan = shaping.carried_out(make, out, write, writing, engine=executing, texts=texts)

@@ -193,15 +193,15 @@ def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
         if asked.cast:
             raise UsageError("--cast needs a checkpoint: a fingerprint has no values to cast.")
         reference = load(against)
+        (mine,) = choosing.choose_each([index], chosen, also=[one.fqn for one in reference.tensors])
         if not chosen.wants_all:
             reference = reference.select(chosen.include, chosen.exclude, chosen.only)
-        mine = choosing.choose(index, chosen)
         with _comparing(mine) as on_bytes, Files() as files:
             compared = compare(mine, reference, files, threads=threads, on_bytes=on_bytes)
         return _Against(against, compared)
     say(f"Reading {against} for comparison.")
     other = asked.reading.read(against)
-    mine, theirs = choosing.choose(index, chosen), choosing.choose(other, chosen)
+    mine, theirs = choosing.choose_each([index, other], chosen)
     with Files() as files:
         theirs, mine, left_out = without_left_out(theirs, mine, files)
         with _comparing(mine, theirs) as on_bytes:

@@ -257,3 +257,39 @@ def test_torchrun_takes_the_path_of_the_program(tmp_path: Path) -> None:
     done = torchrun(2, BIN / "ckpt-tools", *words)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ls", DCP),
+        ("inspect", DCP),
+        ("layout", DCP),
+        ("stats", DCP),
+        ("fingerprint", DCP),
+        ("diff", DCP, DCP),
+        ("verify", DCP, "--against", DCP),
+        ("export", DCP, "-o", "out", "--dry-run"),
+        ("reshard", DCP, "-o", "out", "--to-mesh", "2", "--dry-run"),
+        ("average", DCP, DCP, "-o", "out", "--dry-run"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_leaves_nothing_out_is_said_with_what_is_near(command: tuple[str, ...]) -> None:
+    done = run(*command, "-x", "*emb.wieght", "-x", "*scale", "-x", "*.zz")
+    assert done.exit_code == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("Note: ")] == [
+        f"Note: -x '*emb.wieght' matches nothing in {DCP}. Did you mean app.model.emb.weight?",
+        f"Note: -x '*.zz' matches nothing in {DCP}. `ckpt-tools ls` lists the names.",
+    ]
+    assert "Note: " not in run(*command, "-x", "*emb.wieght", "--quiet").stderr
+
+
+@pytest.mark.parametrize("other", ["checkpoint", "fingerprint"])
+def test_what_leaves_something_out_of_one_side_is_not_said(other: str, tmp_path: Path) -> None:
+    assert run("export", DCP, "-o", tmp_path / "a", "-x", "*scale").exit_code == 0
+    assert run("fingerprint", DCP, "--write", tmp_path / "a.json").exit_code == 0
+    there = DCP if other == "checkpoint" else tmp_path / "a.json"
+    for pattern, is_said in (("*scale", False), ("*scael", True)):
+        done = run("verify", tmp_path / "a", "--against", there, "-x", pattern)
+        assert ("Note: " in done.stderr) == is_said

@@ -10,6 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from launching import PATIENCE
+
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 _FLAGS = (
@@ -32,7 +34,7 @@ def open_page(page: Path, *, fragment: str = "") -> Opened:
         done = subprocess.run(
             [BROWSER, *_FLAGS.split(), f"--user-data-dir={profile}", "--dump-dom",
              f"{page.as_uri()}#{fragment}"],
-            capture_output=True, text=True, timeout=120, check=True,
+            capture_output=True, text=True, timeout=PATIENCE, check=True,
         )  # fmt: skip
     return Opened(done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line])
 

@@ -102,10 +102,10 @@ def nodes(
     return agents
 
 
-def ends(agents: list[subprocess.Popen[str]], *, within: float = PATIENCE) -> list[str]:
-    """What the agents said; they must end within so many seconds."""
+def ends(agents: list[subprocess.Popen[str]]) -> list[str]:
+    """What the agents said; they must end."""
     try:
-        return [agent.communicate(timeout=within)[0] for agent in agents]
+        return [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

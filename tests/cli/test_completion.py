@@ -112,6 +112,11 @@ class Terminal:
         while select.select([self._keyboard], [], [], 0.5)[0]:
             os.read(self._keyboard, 1 << 16)
 
+    def begin(self, line: str) -> None:
+        """Run a first line, and wait until the shell has."""
+        self.type(f"{line}; touch begun\n")
+        self._wait_for("begun")
+
     def completed(self, line: str) -> list[str]:
         """What the command is given when a line is completed by TAB, and then entered."""
         self.type(line)
@@ -173,8 +178,7 @@ def test_a_name_that_a_shell_completes_is_one_word_and_nothing_in_it_runs(
     start, *options = INTERACTIVE[shell]
     (tmp_path / "script").write_text(run("completion", shell).stdout)
     with _shell(tmp_path, shell, *options) as terminal:
-        terminal.type("")
-        terminal.type(f"{start}\n")
+        terminal.begin(start)
         for number, name in enumerate(names):
             given = terminal.completed(f"ckpt-tools show {number}.safetensors ")
             assert given == ["show", f"{number}.safetensors", name]
@@ -190,8 +194,7 @@ def test_a_name_with_a_line_break_is_completed_by_no_shell(tmp_path: Path, shell
     start, *options = INTERACTIVE[shell]
     (tmp_path / "script").write_text(run("completion", shell).stdout)
     with _shell(tmp_path, shell, *options) as terminal:
-        terminal.type("")
-        terminal.type(f"{start}\n")
+        terminal.begin(start)
         assert terminal.completed("ckpt-tools show 0.safetensors ") == ["show", "0.safetensors"]
     assert not (tmp_path / "ran").exists()
 

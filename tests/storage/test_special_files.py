@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import running
+from launching import PATIENCE
 
 from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.storage import paths
@@ -27,7 +28,7 @@ CASES = (
 def run(*args: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own: one that hangs is ended."""
     words = [sys.executable, "-m", "ckpt_tools", *map(str, args)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def exchange(file: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_tools.convert.reshard import ReshardPlan
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.sizes import Sizes
 
 # Measured on Linux, Python 3.11: the process with numpy, the process with torch 2.13, what is known
@@ -17,7 +18,7 @@ _PER_BOX = 300
 _PER_PLANNED_BOX = 2_500
 
 
-class FileForecast(NamedTuple):
+class _FileForecast(NamedTuple):
     """One file to write: its bytes and boxes, the bytes read for it, and from how many files.
 
     `reshard --json` has these names, too.
@@ -30,18 +31,23 @@ class FileForecast(NamedTuple):
     sources: int
 
 
-def of(plan: ReshardPlan) -> tuple[list[FileForecast], int]:
-    """Each file of a plan, in one pass, and from how many files all of them are read."""
+def of(
+    plan: ReshardPlan, write: WriteOptions, engine: str, jobs: int
+) -> tuple[list[_FileForecast], int, int]:
+    """Each file of a plan, in one pass; from how many files all of them are read; and about how
+    many bytes the largest of ``jobs`` processes will hold.
+    """
     files, sources = [], set[str]()
     for file in plan.files.files:
         boxes, nbytes, paths = file.reads()
         sources |= paths
-        files.append(FileForecast(file.path, file.length, boxes, nbytes, len(paths)))
-    return files, len(sources)
+        files.append(_FileForecast(file.path, file.length, boxes, nbytes, len(paths)))
+    buffers = write.max_memory // jobs
+    return files, len(sources), _peak_memory(plan, files, write.sizes, engine, buffers)
 
 
-def peak_memory(
-    plan: ReshardPlan, files: Sequence[FileForecast], sizes: Sizes, *, engine: str, buffers: int
+def _peak_memory(
+    plan: ReshardPlan, files: Sequence[_FileForecast], sizes: Sizes, engine: str, buffers: int
 ) -> int:
     """About how many bytes the largest process will hold: plans, and ``buffers`` bytes of buffers.
 

@@ -35,7 +35,7 @@ from ckpt_tools.core.mesh_spec import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.options import option
-from ckpt_tools.core.plan import Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.records import Json, as_json, record_json
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
@@ -44,7 +44,7 @@ from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import frameworks, param_names
 from ckpt_tools.transforms.base import TransformedTensor
 from ckpt_tools.transforms.dtypes import DtypePolicy
-from ckpt_tools.transforms.frameworks import FrameworkLayout, LaidOut, LayoutTarget
+from ckpt_tools.transforms.frameworks import FrameworkLayout, LayoutTarget
 from ckpt_tools.transforms.optimizer import ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
 
@@ -194,19 +194,19 @@ def plan_reshard(
         targets, said = _in_own_boxes(located.tensors, chosen_types, options.mesh)
     else:
         targets, said = _on_mesh(located.tensors, chosen_types, options, sharded)
-    laid = _laid_out(targets, located, options)
-    notes = [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *laid.notes]
+    files, targets, last, lost = _laid_out(targets, located, options)
+    notes = [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *lost]
     keeps_names = options.layout is None and not options.steps
     return ReshardPlan(
-        files=laid.files + frameworks.megatrons_own(index) if keeps_names else laid.files,
-        targets=laid.targets,
+        files=files + frameworks.megatrons_own(index) if keeps_names else files,
+        targets=targets,
         chosen=chosen,
         mesh=options.mesh,
         inside=len(opened.tensors) - len(chosen.tensors),
         notes=(*index.notes, *notes, *left_out_strings(index, NO_PLACE)),
         source=formats.to_locate_in(index),
-        objects=laid.last.objects,
-        tree=laid.last.nesting,
+        objects=last.objects,
+        tree=last.nesting,
         origins={one.entry.fqn: one.origins for one in made},
     )
 
@@ -315,8 +315,8 @@ def _with_names(
 
 def _laid_out(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> LaidOut:
-    """The files of the output, unchanged or as its framework wants them."""
+) -> tuple[LazyPlans, tuple[Target, ...], CheckpointIndex, Sequence[str]]:
+    """The files of the output, unchanged or as its framework wants them; as `frameworks.plan`."""
     wanted = formats.PlanOptions(
         tree=located.nesting,
         mesh=options.mesh,
@@ -326,7 +326,7 @@ def _laid_out(
     if options.layout is None:
         form = formats.named(options.format)
         plans = form.plan_files(targets, located.objects, options=wanted)
-        return LaidOut(plans, targets, located, ())
+        return plans, targets, located, ()
     order = options.param_names if options.param_names and options.param_names.names else None
     with Files() as files:
         digest = arranging.digest_in(located, files)

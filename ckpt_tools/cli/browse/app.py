@@ -60,7 +60,7 @@ class _Shown(NamedTuple):
         return [self.place] if isinstance(self.place, Leaf) else list(self.place.walk())
 
 
-class Entries(Tree[_Shown]):
+class _Entries(Tree[_Shown]):
     """The tree; its keys are those of ncdu, too. What stands on a line is made when it is seen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -248,10 +248,10 @@ class Browser(App[None]):
     TITLE = "ckpt-tools browse"
     CSS = """
     * { scrollbar-size: 1 1; }
-    Entries { width: 1fr; min-width: 40; scrollbar-size-horizontal: 0; }
+    _Entries { width: 1fr; min-width: 40; scrollbar-size-horizontal: 0; }
     #details { width: 1fr; border-left: solid $primary; }
     .-narrow #main { layout: vertical; }
-    .-narrow Entries { width: 100%; height: 2fr; }
+    .-narrow _Entries { width: 100%; height: 2fr; }
     .-narrow #details { width: 100%; height: 1fr; min-height: 7; border-left: none; }
     .facts, .text { height: auto; padding: 0 1; }
     DataTable { height: auto; max-height: 24; margin: 1 0 0 1; }
@@ -284,7 +284,7 @@ class Browser(App[None]):
         """Header, tree and details, what is asked for, and the keys."""
         yield Header(icon=" ")
         with Horizontal(id="main"):
-            yield Entries("everything", self.content)
+            yield _Entries("everything", self.content)
             yield _Details(self.content)
         with Vertical(id="asked"):
             yield Input(placeholder="part of a name, a glob, or re:…", id="search")
@@ -299,9 +299,9 @@ class Browser(App[None]):
         self.arrange()
 
     @property
-    def tree_widget(self) -> Entries:
+    def tree_widget(self) -> _Entries:
         """The tree."""
-        return self.query_one(Entries)
+        return self.query_one(_Entries)
 
     @property
     def details(self) -> _Details:

@@ -218,10 +218,25 @@ def _on_mesh(
     sharded: frozenset[str],
 ) -> tuple[tuple[Target, ...], list[str]]:
     """The tensors as they are placed on the target mesh, and notes on it."""
-    layouts = _layouts(tensors, options, sharded=sharded)
-    placed = described(options.mesh, options.placements or default_placements(options.mesh))
+    mesh, usual = options.mesh, options.placements or default_placements(options.mesh)
+    rules = [(names.selector((pattern,), ()), cut_so) for pattern, cut_so in options.rules]
+    like = _layouts_of(options.like) if options.like is not None else {}
+    # What the source's job held whole on each rank beside sharded tensors (buffers, random states)
+    # stays so. Of a source that stores everything whole, weights and optimizer state are cut.
+    cut = sharded or {entry.fqn for entry in tensors if entry.section != "other"}
+    layouts: dict[str, Layout | None] = {}  # None for one that each rank holds whole
+    for entry in tensors:
+        ruled = [placements for matches, placements in rules if matches(entry.fqn)]
+        layout = None
+        # A glob for a weight also matches the step counter of its optimizer, which has no shape.
+        if entry.shape and not ruled and entry.fqn in like:
+            layout = _moved_to_mesh(entry, like[entry.fqn], mesh)
+        elif entry.shape and (ruled or entry.fqn in cut):
+            placements = ruled[-1] if ruled else usual
+            layout = Layout(mesh, placements, fsdp_order(mesh, placements))
+        layouts[entry.fqn] = _checked(entry, layout)
     targets = (Target(e.fqn, e.path, e, types[e.fqn], layouts[e.fqn]) for e in tensors)
-    return (*targets,), [placed, *_notes(layouts, tensors, options)]
+    return (*targets,), [described(mesh, usual), *_notes(layouts, tensors, options)]
 
 
 def _in_own_boxes(
@@ -374,30 +389,6 @@ def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:
             f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
             hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
         )
-
-
-def _layouts(
-    tensors: Sequence[TensorEntry], options: ReshardOptions, *, sharded: frozenset[str]
-) -> dict[str, Layout | None]:
-    """The layout of each tensor on the target mesh; None for one that each rank holds whole."""
-    rules = [(names.selector((pattern,), ()), cut_so) for pattern, cut_so in options.rules]
-    like = _layouts_of(options.like) if options.like is not None else {}
-    # What the source's job held whole on each rank beside sharded tensors (buffers, random states)
-    # stays so. Of a source that stores everything whole, weights and optimizer state are cut.
-    cut = sharded or {entry.fqn for entry in tensors if entry.section != "other"}
-    usual = options.placements or default_placements(options.mesh)
-    layouts: dict[str, Layout | None] = {}
-    for entry in tensors:
-        ruled = [placements for matches, placements in rules if matches(entry.fqn)]
-        layout = None
-        # A glob for a weight also matches the step counter of its optimizer, which has no shape.
-        if entry.shape and not ruled and entry.fqn in like:
-            layout = _moved_to_mesh(entry, like[entry.fqn], options.mesh)
-        elif entry.shape and (ruled or entry.fqn in cut):
-            placements = ruled[-1] if ruled else usual
-            layout = Layout(options.mesh, placements, fsdp_order(options.mesh, placements))
-        layouts[entry.fqn] = _checked(entry, layout)
-    return layouts
 
 
 def _sharded(index: CheckpointIndex) -> frozenset[str]:

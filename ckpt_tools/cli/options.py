@@ -181,23 +181,21 @@ def _made(takes: type[Asked], given: Mapping[str, object]) -> Asked:
     hints, values = get_type_hints(takes), dict[str, object]()
     for one in fields(takes):
         described, part = option_of(one), _part(hints[one.name])
-        if described is not None and given[_name(described)] is not None:
-            values[one.name] = _value(described, given[_name(described)])
-        elif described is None and part is not None:
-            values[one.name] = _made(part, given)
+        if described is None:
+            if part is not None:
+                values[one.name] = _made(part, given)
+            continue
+        value, parse = given[_name(described)], described.parse
+        try:
+            if parse is not None and isinstance(value, tuple):
+                value = tuple(map(parse, value))
+            elif parse is not None and value is not None:
+                value = parse(str(value))
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint=described.names.split()) from error
+        if value is not None:
+            values[one.name] = value
     return takes(**values)  # click's own values: `_type` has seen to each
-
-
-def _value(described: Option, given: object) -> object:
-    """The value of what click gives. Raises what its parser raises."""
-    if described.parse is None:
-        return given
-    try:
-        if isinstance(given, tuple):
-            return tuple(map(described.parse, given))
-        return described.parse(str(given))
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint=described.names.split()) from error
 
 
 def _name(described: Option) -> str:

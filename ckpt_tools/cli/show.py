@@ -61,7 +61,13 @@ def command(asked: _Asked) -> None:
     part, raw, json = asked.part, asked.raw, asked.json
     only_one_of({"--raw": raw, "--json": json})
     index = asked.reading.read(asked.ckpt)
-    entry = _found(index, asked.name)
+    entry = index.tensor(asked.name) or index.object(asked.name)
+    if entry is None:  # the only one whose name ends so
+        ending = [one for one in index.entries if one.fqn.endswith(f".{asked.name}")]
+        if len(ending) != 1:
+            raise choosing.no_such_name(index, asked.name)
+        entry = ending[0]
+        say(f"Showing {entry.fqn}.")
     name = entry.fqn
     one = index.select({name})
     if any(name in problem.about for problem in one.problems):
@@ -82,18 +88,6 @@ def command(asked: _Asked) -> None:
     else:
         _show_tensor(one, mesh_of(index), part=part, json=json)
     one.require_whole()
-
-
-def _found(index: CheckpointIndex, name: str) -> Entry:
-    """The entry of this name, or the only one whose name ends so. Raises AnswerNo."""
-    entry = index.tensor(name) or index.object(name)
-    if entry is None:
-        ending = [one for one in index.entries if one.fqn.endswith(f".{name}")]
-        if len(ending) != 1:
-            raise choosing.no_such_name(index, name)
-        entry = ending[0]
-        say(f"Showing {entry.fqn}.")
-    return entry
 
 
 def located(one: CheckpointIndex) -> TensorEntry:

@@ -220,7 +220,13 @@ def _on_mesh(
     """The tensors as they are placed on the target mesh, and notes on it."""
     mesh, usual = options.mesh, options.placements or default_placements(options.mesh)
     rules = [(names.selector((pattern,), ()), cut_so) for pattern, cut_so in options.rules]
-    like = _layouts_of(options.like) if options.like is not None else {}
+    like: dict[str, Layout | None] = {}
+    if options.like is not None:
+        found = summary.mesh_of(options.like)
+        if found is None:
+            raise UsageError(f"{options.like.root}: it has no mesh, so --like cannot use it.")
+        for entry in options.like.tensors:
+            like[entry.fqn], _ = summary.layout_of(entry, found) or (None, None)
     # What the source's job held whole on each rank beside sharded tensors (buffers, random states)
     # stays so. Of a source that stores everything whole, weights and optimizer state are cut.
     cut = sharded or {entry.fqn for entry in tensors if entry.section != "other"}
@@ -398,15 +404,6 @@ def _sharded(index: CheckpointIndex) -> frozenset[str]:
         for entry in index.tensors
         if entry.layout is not None or cut_of(entry) is not None
     )
-
-
-def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
-    """Each tensor's layout in another checkpoint: stated, or inferred from its boxes."""
-    found = summary.mesh_of(like)
-    if found is None:
-        raise UsageError(f"{like.root}: it has no mesh, so --like cannot use it.")
-    known = {entry.fqn: summary.layout_of(entry, found) for entry in like.tensors}
-    return {fqn: None if one is None else one[0] for fqn, one in known.items()}
 
 
 def _moved_to_mesh(entry: TensorEntry, layout: Layout | None, mesh: Mesh) -> Layout | None:

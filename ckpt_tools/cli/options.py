@@ -6,7 +6,7 @@ guesses, and options under headings. Below are the fields that several commands 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache, partial
 from types import NoneType
@@ -137,7 +137,13 @@ def command(
         def run(**given: object) -> None:
             function(_made(takes, given))
 
-        return Command(name, callback=run, params=[*_placed(_params(takes)), *_OF_ALL], help=help)
+        params = _params(takes)
+        for one in [*params]:  # each after the one that its field names
+            after = one.described.after if isinstance(one, _Described) else None
+            for other in [other for other in params if after in other.opts]:
+                params.remove(one)
+                params.insert(params.index(other) + 1, one)
+        return Command(name, callback=run, params=[*params, *_OF_ALL], help=help)
 
     return made
 
@@ -154,17 +160,6 @@ def _params(takes: type[DataclassInstance]) -> list[click.Parameter]:
             heading = usual if described.heading == "Options" else described.heading
             params.append(_param(described._replace(heading=heading), one, hints[one.name]))
     return params
-
-
-def _placed(params: Sequence[click.Parameter]) -> list[click.Parameter]:
-    """The same, each option after the one that its field names."""
-    placed = [*params]
-    for one in params:
-        after = one.described.after if isinstance(one, _Described) else None
-        for other in [other for other in placed if after in other.opts]:
-            placed.remove(one)
-            placed.insert(placed.index(other) + 1, one)
-    return placed
 
 
 @cache

@@ -211,17 +211,13 @@ class _Details(VerticalScroll):
         first, width = (values.box.offsets or (0,))[-1], (values.box.sizes or (1,))[-1]
         table.add_columns("", *map(str, range(first, first + width)))
         texts = list(map(show.value_text, values.values))
+        above = [*zip(values.box.offsets, values.box.sizes, strict=True)][-2::-1]
         for start in range(0, len(texts), max(width, 1)):
-            table.add_row(_row_name(values, start // width), *texts[start : start + width])
-
-
-def _row_name(values: Corner, number: int) -> str:
-    """The place of a row of values in all dimensions but the last."""
-    place: list[str] = []
-    for offset, size in zip(values.box.offsets[-2::-1], values.box.sizes[-2::-1], strict=True):
-        place.insert(0, str(offset + number % size))
-        number //= size
-    return ",".join(place)
+            number, place = start // width, list[str]()  # in all dimensions but the last
+            for offset, size in above:
+                place.insert(0, str(offset + number % size))
+                number //= size
+            table.add_row(",".join(place), *texts[start : start + width])
 
 
 class _Help(ModalScreen[None]):

@@ -52,7 +52,14 @@ class MapTransform:
         if self.tensor_map is not None:
             return self._applied(self.tensor_map, made)
         names = [one.entry.fqn for one in made]
-        known = [one for one in builtins_to_hf() if not one.keeps_rest and _knows_all(one, names)]
+        known = []
+        for one in builtins_to_hf():
+            if one.keeps_rest or _misfits(one, names):
+                continue
+            sources = [text for rule in one.rules for text in rule.sources]
+            patterns = [*map(pattern, (*sources, *one.drop))]
+            if all(any(each.fullmatch(name) for each in patterns) for name in names):
+                known.append(one)
         if len(known) == 1:
             outcome = self._applied(known[0], made)
             chosen = f"--map auto chose {known[0].name}: the only map that knows all names."
@@ -99,14 +106,6 @@ class MapTransform:
             shown = some(sorted(dropped), 10)
             notes.append(f"It leaves out {counted(len(dropped), 'tensor')}: {shown}.")
         return TransformResult((*out, *kept), tuple(notes))
-
-
-def _knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:
-    """Whether a map has a rule for each of these names, and they are those that it is for."""
-    patterns = [pattern(text) for rule in tensor_map.rules for text in rule.sources]
-    patterns += [pattern(text) for text in tensor_map.drop]
-    known = all(any(one.fullmatch(name) for one in patterns) for name in names)
-    return known and not _misfits(tensor_map, names)
 
 
 def _misfits(tensor_map: TensorMap, names: Sequence[str]) -> list[str]:

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from ckpt_tools.transforms.frameworks import FrameworkLayout
 
 
-class Opened(Protocol):
+class _Opened(Protocol):
     """A checkpoint that is open, such as `Checkpoint`."""
 
     index: CheckpointIndex
 
 
-Source = str | os.PathLike[str] | CheckpointIndex | Opened
+Source = str | os.PathLike[str] | CheckpointIndex | _Opened
 Patterns = str | Iterable[str]
 Entries = TypeVar("Entries", bound=EntryOptions)
 

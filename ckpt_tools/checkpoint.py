@@ -121,7 +121,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def can_resume(self) -> bool:
         """Whether headers tell of all that training needs to go on; `inspect` says why not."""
-        return summary.resume_verdict(self.index).yes
+        return inspection.resume_verdict(self.index).yes
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:

@@ -12,19 +12,33 @@ from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.infer_mesh import FoundMesh, mesh_json
-from ckpt_tools.analysis.summary import (
-    CUT_FREELY,
-    UNEVEN,
-    OptimizerSummary,
-    Step,
-    Verdict,
-)
-from ckpt_tools.core.index import CheckpointIndex, Count, Section
+from ckpt_tools.analysis.summary import CUT_FREELY, UNEVEN, Step
+from ckpt_tools.core.index import CheckpointIndex, Count, Entry, Section
+from ckpt_tools.core.names import is_in_param_groups
+from ckpt_tools.core.optimizer_states import STATES_OF, kind_of, megatron_state
 from ckpt_tools.core.records import Json, as_json
-from ckpt_tools.core.text import ago, counted, format_size, utc
+from ckpt_tools.core.text import ago, counted, format_size, some, utc
 from ckpt_tools.errors import CheckpointError, fault_in
 
 _MOST_IN_HTML = 20  # tensors
+_MAX_NAMED = 5
+# Hyper-parameters that only optimizers with state of each weight have: Adam and its like, Adadelta,
+# RMSprop, Adagrad, Rprop.
+_OF_STATEFUL = frozenset({"betas", "rho", "alpha", "lr_decay", "etas"})
+
+
+class _Optimizer(NamedTuple):
+    """Which optimizer it seems to be, and the names of the tensors that it keeps."""
+
+    kind: str
+    states: tuple[str, ...]
+
+
+class _Verdict(NamedTuple):
+    """A yes or a no, and why."""
+
+    yes: bool
+    reason: str
 
 
 class VerdictPart(NamedTuple):
@@ -46,7 +60,7 @@ class Inspection:
 
     root: str
     format: str
-    resume: Verdict
+    resume: _Verdict
     step: Step | None
     saved: float | None
     framework: str | None
@@ -55,7 +69,7 @@ class Inspection:
     mesh: FoundMesh | None
     placements: tuple[tuple[str, int], ...]
     sections: Mapping[Section, Count]
-    optimizer: OptimizerSummary | None
+    optimizer: _Optimizer | None
     files: int
     nbytes: int
     missing: tuple[str, ...]
@@ -157,7 +171,7 @@ def inspect(
     return Inspection(
         root=whole.root,
         format=whole.format,
-        resume=summary.resume_verdict(whole),
+        resume=resume_verdict(whole),
         step=step,
         saved=saved,
         framework=whole.framework,
@@ -166,7 +180,7 @@ def inspect(
         mesh=mesh,
         placements=tuple(summary.placements_of(index, mesh)),
         sections=summary.sections_of(index),
-        optimizer=summary.optimizer_of(whole),
+        optimizer=optimizer_of(whole),
         files=len(whole.files),
         nbytes=whole.file_bytes,
         missing=whole.missing,
@@ -174,6 +188,66 @@ def inspect(
         ties=whole.ties,
         notes=whole.notes,
     )
+
+
+def optimizer_of(index: CheckpointIndex) -> _Optimizer | None:
+    """The optimizer, by the names of its state; None when there is no state."""
+    entries: list[Entry] = [*index.tensors, *index.unread]
+    names = set()
+    for entry in entries:
+        if entry.section == "optim":
+            found = megatron_state(entry.fqn)
+            names.add(str(entry.path[-1]).rpartition(".")[2] if found is None else found[1])
+    if not names:
+        return None
+    kind = kind_of(names)
+    if kind is None:
+        return _Optimizer("unknown", tuple(sorted(names)[:_MAX_NAMED]))
+    return _Optimizer(kind, tuple(sorted(STATES_OF[kind] | (names & {"step"}))))
+
+
+def resume_verdict(index: CheckpointIndex) -> _Verdict:
+    """Whether training can resume from this checkpoint, as far as its entries show."""
+    if index.problems:
+        return _no(index.problems[0].first_line)
+    unread = [entry for entry in index.unread if entry.section in ("model", "optim")]
+    held = {entry.section for entry in index.tensors} | {entry.section for entry in unread}
+    if "model" not in held:
+        return _no("the model weights are missing")
+    groups = [
+        entry
+        for entry in index.entries
+        if entry.section == "optim" and is_in_param_groups(entry.path)
+    ]
+    if "optim" not in held and not groups:
+        return _no("the optimizer state is missing; the weights can start a new run")
+    flawed = [e for e in index.objects if e.flaw is not None and e.section in ("model", "optim")]
+    bad = [entry for entry in flawed if entry not in unread]
+    if bad:
+        shown = some([entry.fqn for entry in bad])
+        return _no(f"{shown} cannot be read: {bad[0].flaw}".partition("\n")[0])
+    of_megatron = any(megatron_state(e.fqn) for e in index.tensors if e.section == "optim")
+    if not groups and not of_megatron:
+        return _no(
+            "the optimizer's param_groups are missing, and an optimizer cannot load without them"
+        )
+    words = {str(part).rpartition(".")[2] for group in groups for part in group.path}
+    if "optim" not in held and not words.isdisjoint(_OF_STATEFUL):
+        return _no(
+            "the optimizer has param_groups and none of its tensors, as before its very first step"
+        )
+    reason = "model and optimizer state are complete by their headers (verify reads the values)"
+    if "optim" not in held:
+        reason = "the model is complete, and the optimizer keeps no tensors"
+    if of_megatron and not groups:
+        reason += "; Megatron-core has the optimizer's param_groups in its common state"
+    if unread:  # by this program; the job has the library that they are of
+        reason += f"; {some([entry.fqn for entry in unread])} not read here: {unread[0].flaw}"
+    return _Verdict(yes=True, reason=reason.partition("\n")[0])
+
+
+def _no(reason: str) -> _Verdict:
+    return _Verdict(yes=False, reason=reason)
 
 
 def html_of(index: CheckpointIndex, facts: str) -> str:

@@ -23,10 +23,8 @@ from ckpt_tools.core.index import (
     count_of,
 )
 from ckpt_tools.core.layout import Layout, Shard
-from ckpt_tools.core.names import is_in_param_groups
-from ckpt_tools.core.optimizer_states import STATES_OF, kind_of, megatron_state
 from ckpt_tools.core.plain_values import TorchValue
-from ckpt_tools.core.text import counted, some
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import CheckpointError
 
 # The likeliest first. Composer counts steps as ``batch`` of a Timestamp, whose ``iteration`` is
@@ -35,27 +33,9 @@ _STEP_NAMES = (
     *("global_step", "global_steps", "step", "_step"),
     *("batch", "iteration", "iteration_count"),
 )
-_MAX_NAMED = 5
 UNEVEN = "uneven over"  # of placements, and how many ranks
 CUT_FREELY = "cut in a way that no mesh explains"  # of placements: uneven shards of the user's own
 _NUMPY_INT = re.compile(r"numpy\.u?int\d+\((-?\d+)\)")
-# Hyper-parameters that only optimizers with state of each weight have: Adam and its like, Adadelta,
-# RMSprop, Adagrad, Rprop.
-_OF_STATEFUL = frozenset({"betas", "rho", "alpha", "lr_decay", "etas"})
-
-
-class OptimizerSummary(NamedTuple):
-    """Which optimizer it seems to be, and the names of the tensors that it keeps."""
-
-    kind: str
-    states: tuple[str, ...]
-
-
-class Verdict(NamedTuple):
-    """A yes or a no, and why."""
-
-    yes: bool
-    reason: str
 
 
 class Step(NamedTuple):
@@ -143,22 +123,6 @@ def sections_of(index: CheckpointIndex) -> dict[Section, Count]:
     }
 
 
-def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:
-    """The optimizer, by the names of its state; None when there is no state."""
-    entries: list[Entry] = [*index.tensors, *index.unread]
-    names = set()
-    for entry in entries:
-        if entry.section == "optim":
-            found = megatron_state(entry.fqn)
-            names.add(str(entry.path[-1]).rpartition(".")[2] if found is None else found[1])
-    if not names:
-        return None
-    kind = kind_of(names)
-    if kind is None:
-        return OptimizerSummary("unknown", tuple(sorted(names)[:_MAX_NAMED]))
-    return OptimizerSummary(kind, tuple(sorted(STATES_OF[kind] | (names & {"step"}))))
-
-
 def step_entries(index: CheckpointIndex) -> list[Entry]:
     """Entries that may count the training's steps, the likeliest first.
 
@@ -191,50 +155,6 @@ def step_of(index: CheckpointIndex, read: Callable[[Entry], object]) -> Step | N
         if type(value) is int or (isinstance(value, float) and value.is_integer()):
             return Step(int(value), entry.fqn)
     return None
-
-
-def resume_verdict(index: CheckpointIndex) -> Verdict:
-    """Whether training can resume from this checkpoint, as far as its entries show."""
-    if index.problems:
-        return _no(index.problems[0].first_line)
-    unread = [entry for entry in index.unread if entry.section in ("model", "optim")]
-    held = {entry.section for entry in index.tensors} | {entry.section for entry in unread}
-    if "model" not in held:
-        return _no("the model weights are missing")
-    groups = [
-        entry
-        for entry in index.entries
-        if entry.section == "optim" and is_in_param_groups(entry.path)
-    ]
-    if "optim" not in held and not groups:
-        return _no("the optimizer state is missing; the weights can start a new run")
-    flawed = [e for e in index.objects if e.flaw is not None and e.section in ("model", "optim")]
-    bad = [entry for entry in flawed if entry not in unread]
-    if bad:
-        shown = some([entry.fqn for entry in bad])
-        return _no(f"{shown} cannot be read: {bad[0].flaw}".partition("\n")[0])
-    of_megatron = any(megatron_state(e.fqn) for e in index.tensors if e.section == "optim")
-    if not groups and not of_megatron:
-        return _no(
-            "the optimizer's param_groups are missing, and an optimizer cannot load without them"
-        )
-    words = {str(part).rpartition(".")[2] for group in groups for part in group.path}
-    if "optim" not in held and not words.isdisjoint(_OF_STATEFUL):
-        return _no(
-            "the optimizer has param_groups and none of its tensors, as before its very first step"
-        )
-    reason = "model and optimizer state are complete by their headers (verify reads the values)"
-    if "optim" not in held:
-        reason = "the model is complete, and the optimizer keeps no tensors"
-    if of_megatron and not groups:
-        reason += "; Megatron-core has the optimizer's param_groups in its common state"
-    if unread:  # by this program; the job has the library that they are of
-        reason += f"; {some([entry.fqn for entry in unread])} not read here: {unread[0].flaw}"
-    return Verdict(yes=True, reason=reason.partition("\n")[0])
-
-
-def _no(reason: str) -> Verdict:
-    return Verdict(yes=False, reason=reason)
 
 
 def file_loads(index: CheckpointIndex) -> list[_FileLoad]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools import formats
@@ -68,7 +67,22 @@ def command(asked: _Asked) -> None:
     environment.refuse_lone_task()
     if environment.place() is not None:
         raise UsageError("average is no torchrun job: run it as one process, with -j for several.")
-    started, out, ckpts = time.monotonic(), asked.out, _ckpts(asked)
+    started, out, last = time.monotonic(), asked.out, asked.last
+    ckpt, *more = ckpts = asked.ckpts  # the oldest first
+    if last is None:
+        try:
+            asked.weighting.require_for(len(ckpts))
+        except UsageError as error:
+            if not more:
+                error.advise("--last 5 takes the last five steps of a folder.")
+            raise
+    else:
+        if more:
+            raise UsageError("--last takes the last steps of one folder; several were given.")
+        steps = formats.steps_in(ckpt)[-last:]
+        if len(steps) < last:
+            raise AnswerNo(f"{ckpt} has {counted(len(steps), 'step')}, not {last}.")
+        ckpts = tuple(formats.of_step(ckpt, step) for step in steps)
     write = asked.writing.beside(ckpts[-1], ckpts[:-1])
 
     def make(read: Read) -> Conversion[ExportPlan | ReshardPlan]:
@@ -81,22 +95,3 @@ def command(asked: _Asked) -> None:
     end = "not written (--dry-run)" if asked.writing.dry_run else shaping.took(plan, started)
     json = {"averaged": [*ckpts], **plan.to_dict()} if asked.json else None
     shaping.tell(plan, out, asked.writing, "average", lines=[f"{what}; {end}"], json=json)
-
-
-def _ckpts(asked: _Asked) -> Sequence[str]:
-    """The checkpoints to average, the oldest first. Raises UsageError, and AnswerNo for too few."""
-    last, (ckpt, *more) = asked.last, asked.ckpts
-    if last is None:
-        try:
-            asked.weighting.require_for(len(asked.ckpts))
-        except UsageError as error:
-            if not more:
-                error.advise("--last 5 takes the last five steps of a folder.")
-            raise
-        return asked.ckpts
-    if more:
-        raise UsageError("--last takes the last steps of one folder; several were given.")
-    steps = formats.steps_in(ckpt)[-last:]
-    if len(steps) < last:
-        raise AnswerNo(f"{ckpt} has {counted(len(steps), 'step')}, not {last}.")
-    return [formats.of_step(ckpt, step) for step in steps]

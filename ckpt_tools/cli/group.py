@@ -84,7 +84,12 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; what it raises on purpose becomes one error and its exit code."""
-        ctx.color = _color()
+        if os.environ.get("NO_COLOR"):  # no-color.org, and force-color.org
+            ctx.color = False
+        elif os.environ.get("FORCE_COLOR", "0") not in {"", "0"}:
+            ctx.color = True
+        else:
+            ctx.color = False if is_dumb() else None  # None: isatty says it
         WAITING.on_wait, WAITING.is_stopped = saying(), False
         try:
             with _printable_errors():
@@ -111,15 +116,6 @@ class CommandGroup(click.Group):
 def is_dumb() -> bool:
     """Whether the terminal says that it knows neither colours nor how to move the cursor."""
     return os.environ.get("TERM") == "dumb"
-
-
-def _color() -> bool | None:
-    """Whether colours are printed: no-color.org and force-color.org; None where isatty says it."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR", "0") not in {"", "0"}:
-        return True
-    return False if is_dumb() else None
 
 
 @contextmanager

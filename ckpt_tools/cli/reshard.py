@@ -259,34 +259,50 @@ _MOST_FILES = 16
 
 
 def _lines(asked: _Asked, plan: ReshardPlan, started: float) -> Iterator[str]:
-    """What was written; or will be read, written and held in memory, in all and for each file."""
-    here, jobs = environment.place(), asked.writing.jobs
-    count = jobs if here is None else here.world_size
+    """What was written, and by whom; or what would be."""
+    writing, here = asked.writing, environment.place()
+    count = writing.jobs if here is None else here.world_size
+    is_one = here is None and count == 1
     who = counted(count, "worker" if here is None else "rank")
     end = "in the source's own boxes" if asked.to_mesh is None else f"for mesh {plan.mesh}"
     what = f"{shaping.what(plan, asked.out)} {end}"
-    if not asked.writing.dry_run:
-        by = f" by {who}" if here is not None or jobs > 1 else ""
-        yield f"{what}, {shaping.took(plan, started)}{by}"
-        return
-    files, sources = forecast.of(plan)
-    free = atomic_output.free_space(run.made_at(asked.out))
-    ranks, placed = counted(plan.mesh.size, "rank"), _listed(asked)
-    threads = asked.writing.threads_of(plan, processes=count)
-    is_one = here is None and jobs == 1
-    processes = f"one process with {threads}" if is_one else f"{who} with {threads} each"
-    yield f"{what}; not written (--dry-run)"
+    if writing.dry_run:
+        threads = writing.threads_of(plan, processes=count)
+        yield f"{what}; not written (--dry-run)"
+        processes = f"one process with {threads}" if is_one else f"{who} with {threads} each"
+        yield from _forecast(asked, plan, processes)
+    else:
+        yield f"{what}, {shaping.took(plan, started)}" + ("" if is_one else f" by {who}")
+
+
+def _forecast(asked: _Asked, plan: ReshardPlan, processes: str) -> Iterator[str]:
+    """What will be read, written and held in memory: in all, and a line for each file, or for many
+    the least, the middle and the most of them.
+    """
+    writing, engine = asked.writing, asked.engine
+    files, sources, memory = forecast.of(plan, writing.options, engine, writing.jobs)
+    read, free = sum(file.read for file in files), atomic_output.free_space(run.made_at(asked.out))
     yield from render.facts(
         (
-            ("Mesh", f"{plan.mesh} ({ranks}): {placed}"),
-            ("Engine", f"{asked.engine}, {processes}"),
-            ("Reads", f"{format_size(sum(f.read for f in files))} from {counted(sources, 'file')}"),
+            ("Mesh", f"{plan.mesh} ({counted(plan.mesh.size, 'rank')}): {_listed(asked)}"),
+            ("Engine", f"{engine}, {processes}"),
+            ("Reads", f"{format_size(read)} from {counted(sources, 'file')}"),
             ("Writes", format_size(plan.nbytes)),
-            ("Memory", f"about {format_size(_memory(asked, plan, files))} a process"),
+            ("Memory", f"about {format_size(memory)} a process"),
             ("Free", f"{format_size(free)} where OUT will be made"),
         )
     )
-    yield from _files(files)
+    yield ""
+    shown = files
+    if len(files) > _MOST_FILES:
+        by_size = sorted(files, key=lambda file: (file.nbytes, file.path))
+        shown = [by_size[0], by_size[len(files) // 2], by_size[-1]]
+        yield f"The smallest, the middle and the largest of {len(files):,} files (--json has all):"
+    rows = []
+    for file in shown:
+        sizes = format_size(file.nbytes), f"{file.boxes:,}", format_size(file.read)
+        rows.append((file.path, *sizes, counted(file.sources, "file")))
+    yield from render.columns(_HEADER, rows, align="lrrrr", width=render.terminal_width())
 
 
 def _placements(wanted: ReshardOptions) -> Sequence[Placement]:
@@ -299,37 +315,16 @@ def _listed(asked: _Asked) -> str:
     return ", ".join(map(str, _placements(asked.wanted)))
 
 
-def _memory(asked: _Asked, plan: ReshardPlan, files: Sequence[forecast.FileForecast]) -> int:
-    options = asked.writing.options
-    buffers = options.max_memory // asked.writing.jobs
-    engine = asked.engine
-    return forecast.peak_memory(plan, files, options.sizes, engine=engine, buffers=buffers)
-
-
 def _json(asked: _Asked, plan: ReshardPlan) -> Mapping[str, render.Json]:
-    files, _ = forecast.of(plan)
+    writing, engine = asked.writing, asked.engine
+    files, _, memory = forecast.of(plan, writing.options, engine, writing.jobs)
     return {
-        "engine": asked.engine,
+        "engine": engine,
         "format": asked.wanted.format,
         "mesh": records.record_json(plan.mesh) | {"placements": _listed(asked)},
         "tensors": len(plan.targets),
         "nbytes": plan.nbytes,
-        "peak_memory": _memory(asked, plan, files),
+        "peak_memory": memory,
         "files": records.as_json(files),
         "notes": list(plan.notes),
     }
-
-
-def _files(files: Sequence[forecast.FileForecast]) -> Iterator[str]:
-    """A line for each file, or for many the least, the middle and the most of them."""
-    yield ""
-    shown = list(files)
-    if len(files) > _MOST_FILES:
-        by_size = sorted(files, key=lambda file: (file.nbytes, file.path))
-        shown = [by_size[0], by_size[len(files) // 2], by_size[-1]]
-        yield f"The smallest, the middle and the largest of {len(files):,} files (--json has all):"
-    rows = []
-    for file in shown:
-        boxes, sources = f"{file.boxes:,}", counted(file.sources, "file")
-        rows.append((file.path, format_size(file.nbytes), boxes, format_size(file.read), sources))
-    yield from render.columns(_HEADER, rows, align="lrrrr", width=render.terminal_width())

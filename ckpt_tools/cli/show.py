@@ -61,7 +61,13 @@ def command(asked: _Asked) -> None:
     part, raw, json = asked.part, asked.raw, asked.json
     only_one_of({"--raw": raw, "--json": json})
     index = asked.reading.read(asked.ckpt)
-    entry = _found(index, asked.name)
+    entry = index.tensor(asked.name) or index.object(asked.name)
+    if entry is None:  # the only one whose name ends so
+        ending = [one for one in index.entries if one.fqn.endswith(f".{asked.name}")]
+        if len(ending) != 1:
+            raise choosing.no_such_name(index, asked.name)
+        entry = ending[0]
+        say(f"Showing {entry.fqn}.")
     name = entry.fqn
     one = index.select({name})
     if any(name in problem.about for problem in one.problems):
@@ -82,18 +88,6 @@ def command(asked: _Asked) -> None:
     else:
         _show_tensor(one, mesh_of(index), part=part, json=json)
     one.require_whole()
-
-
-def _found(index: CheckpointIndex, name: str) -> Entry:
-    """The entry of this name, or the only one whose name ends so. Raises AnswerNo."""
-    entry = index.tensor(name) or index.object(name)
-    if entry is None:
-        ending = [one for one in index.entries if one.fqn.endswith(f".{name}")]
-        if len(ending) != 1:
-            raise choosing.no_such_name(index, name)
-        entry = ending[0]
-        say(f"Showing {entry.fqn}.")
-    return entry
 
 
 def located(one: CheckpointIndex) -> TensorEntry:
@@ -240,28 +234,25 @@ def parse_slice(text: str, shape: Sequence[int]) -> Box:
     parts = [part.strip() for part in text.strip("[] ").split(",") if part.strip()]
     if len(parts) > len(shape):
         raise UsageError(f"--slice {text!r} has {len(parts)} dimensions, the tensor {len(shape)}.")
-    spans = [_span(part, size) for part, size in zip(parts, shape, strict=False)]
-    spans += [(0, size) for size in shape[len(parts) :]]
-    return Box(tuple(start for start, _ in spans), tuple(size for _, size in spans))
-
-
-def _span(part: str, size: int) -> tuple[int, int]:
-    """Start and length of one dimension's part."""
-    first, colon, last = part.partition(":")
-    try:
-        if not colon:
-            start = int(first) + (size if int(first) < 0 else 0)
-            if not 0 <= start < size:
-                raise UsageError(f"--slice: index {part} is outside of a dimension of {size}.")
-            return start, 1
-        chosen = range(size)[slice(int(first) if first else None, int(last) if last else None)]
-    except ValueError as error:
-        raise UsageError(
-            f"--slice: {part!r} is not valid.", hint="Write START:END for each dimension."
-        ) from error
-    if not chosen and size:
-        raise UsageError(f"--slice: {part} is empty in a dimension of {size}.")
-    return (chosen.start if chosen else 0), len(chosen)
+    spans = [range(size) for size in shape]
+    for dim, (part, span) in enumerate(zip(parts, spans, strict=False)):
+        first, colon, last = part.partition(":")
+        try:
+            begin, end = (int(text) if text else None for text in (first, last))
+        except ValueError as error:
+            raise UsageError(
+                f"--slice: {part!r} is not valid.", hint="Write START:END for each dimension."
+            ) from error
+        if colon:
+            spans[dim] = span[begin:end]
+            if span and not spans[dim]:
+                raise UsageError(f"--slice: {part} is empty in a dimension of {len(span)}.")
+        elif begin is not None and -len(span) <= begin < len(span):
+            spans[dim] = span[begin:][:1]
+        else:
+            raise UsageError(f"--slice: index {part} is outside of a dimension of {len(span)}.")
+    offsets = (span.start if span else 0 for span in spans)
+    return Box((*offsets,), tuple(map(len, spans)))
 
 
 def nested(corner: Corner) -> Json:

@@ -25,9 +25,9 @@ from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
 from ckpt_tools.errors import AnswerNo, CkptError, UsageError
 from ckpt_tools.formats import Saved, read_index, run_of
-from ckpt_tools.proof.compare import Comparison, Difference, compare, compare_checkpoints
-from ckpt_tools.proof.damage_map import describe
+from ckpt_tools.proof.compare import Comparison, compare, compare_checkpoints
 from ckpt_tools.proof.fingerprint import is_fingerprint, load
+from ckpt_tools.proof.spans import describe
 from ckpt_tools.proof.verify import (
     VerifyReport,
     bytes_to_read,
@@ -346,36 +346,27 @@ def _comparison(other: _Against) -> Iterator[render.Fact]:
         yield "against", f"{against}: it has no tensors to compare with"
         return
     counts = Counter(one.section for one in compared.differences)
-    gone = [
+    differing = [
         f"{section}: none of its {counted(counts[section], 'tensor')} is here; --only compares one "
         "section"
         for section in compared.absent
     ]
-    differing = gone + [
-        _difference(one) for one in compared.differences if one.section not in compared.absent
-    ]
+    said = {"missing": " is missing", "extra": " is only here", "values": " has other values"}
+    for one in compared.differences:
+        what = said.get(one.what, f" is {one.found}, not {one.expected}")
+        if one.what == "object" and not (one.found and one.expected):
+            what = f", an object, is {'only here' if one.found else 'missing'}"
+        if one.section not in compared.absent:
+            differing.append(f"{one.section}: {one.name}{what}")
     casts = "".join(f", {many:,} cast from {types}" for types, many in compared.casts.items())
     same = f"the same, bit for bit{casts}"
     found = counted(len(compared.differences), "difference") if differing else same
     left_out = ", ".join(map(str, other.left_out))
     more = f"; left out on purpose: {left_out}" if left_out else ""
-    said = f"{against}: {found} ({', '.join(compared.compared)}){more}"
-    yield "against", [said, *first_of(differing, _SHOWN)]
+    result = f"{against}: {found} ({', '.join(compared.compared)}){more}"
+    yield "against", [result, *first_of(differing, _SHOWN)]
     if compared.extra:
         yield "", f"not compared, because the other side has none: {', '.join(compared.extra)}"
-
-
-def _difference(one: Difference) -> str:
-    name = f"{one.section}: {one.name}"
-    if one.what == "missing":
-        return f"{name} is missing"
-    if one.what == "extra":
-        return f"{name} is only here"
-    if one.what == "values":
-        return f"{name} has other values"
-    if one.what == "object" and not (one.found and one.expected):
-        return f"{name}, an object, is {'only here' if one.found else 'missing'}"
-    return f"{name} is {one.found}, not {one.expected}"
 
 
 def as_json(report: VerifyReport, other: _Against | None) -> dict[str, render.Json]:

@@ -220,15 +220,15 @@ def _plan_layout(
         targets, kept = _targets(made, DtypePolicy(options.dtype, options.dtypes, index))
         digest = digest_in(index, files)
         wanted = LayoutTarget(options.format, formats.PlanOptions(), ranks, None, digest)
-        laid = frameworks.plan(located, targets, layout, wanted)
+        plans, _, _, lost = frameworks.plan(located, targets, layout, wanted)
     gone = left_out_strings(index, NO_PLACE)
     return ExportPlan(
-        files=laid.files,
+        files=plans,
         targets=targets,
         chosen=chosen,
         source=formats.to_locate_in(index),
         origins={target.fqn: (target.fqn,) for target in targets},
-        notes=(*index.notes, *kept, *of_ranks, *left_out, *laid.notes, *gone),
+        notes=(*index.notes, *kept, *of_ranks, *left_out, *lost, *gone),
     )
 
 

@@ -44,9 +44,8 @@ def located_tasks(tasks: list[Task], source: CheckpointIndex, files: Files) -> l
             if read.chunk.codec is not None:
                 waiting.append(_Waiting(read, reads, len(reads), piece.item))
             reads.append(read)
-    waiting.sort(
-        key=lambda one: one.read.chunk.stored.data[:2]
-    )  # neighbours in a file are one read
+    # In the order of files: neighbours are one read.
+    waiting.sort(key=lambda one: one.read.chunk.stored.data[:2])
     # Views of one chunk are located together, all else alone.
     grouped = groupby(waiting, key=lambda one: id(one.read.chunk.of or one))
     groups = [list(group) for _, group in grouped]

@@ -35,7 +35,7 @@ from ckpt_tools.core.mesh_spec import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.options import option
-from ckpt_tools.core.plan import Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.records import Json, as_json, record_json
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
@@ -44,7 +44,7 @@ from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import frameworks, param_names
 from ckpt_tools.transforms.base import TransformedTensor
 from ckpt_tools.transforms.dtypes import DtypePolicy
-from ckpt_tools.transforms.frameworks import FrameworkLayout, LaidOut, LayoutTarget
+from ckpt_tools.transforms.frameworks import FrameworkLayout, LayoutTarget
 from ckpt_tools.transforms.optimizer import ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
 
@@ -194,19 +194,19 @@ def plan_reshard(
         targets, said = _in_own_boxes(located.tensors, chosen_types, options.mesh)
     else:
         targets, said = _on_mesh(located.tensors, chosen_types, options, sharded)
-    laid = _laid_out(targets, located, options)
-    notes = [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *laid.notes]
+    files, targets, last, lost = _laid_out(targets, located, options)
+    notes = [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *lost]
     keeps_names = options.layout is None and not options.steps
     return ReshardPlan(
-        files=laid.files + frameworks.megatrons_own(index) if keeps_names else laid.files,
-        targets=laid.targets,
+        files=files + frameworks.megatrons_own(index) if keeps_names else files,
+        targets=targets,
         chosen=chosen,
         mesh=options.mesh,
         inside=len(opened.tensors) - len(chosen.tensors),
         notes=(*index.notes, *notes, *left_out_strings(index, NO_PLACE)),
         source=formats.to_locate_in(index),
-        objects=laid.last.objects,
-        tree=laid.last.nesting,
+        objects=last.objects,
+        tree=last.nesting,
         origins={one.entry.fqn: one.origins for one in made},
     )
 
@@ -218,10 +218,31 @@ def _on_mesh(
     sharded: frozenset[str],
 ) -> tuple[tuple[Target, ...], list[str]]:
     """The tensors as they are placed on the target mesh, and notes on it."""
-    layouts = _layouts(tensors, options, sharded=sharded)
-    placed = described(options.mesh, options.placements or default_placements(options.mesh))
+    mesh, usual = options.mesh, options.placements or default_placements(options.mesh)
+    rules = [(names.selector((pattern,), ()), cut_so) for pattern, cut_so in options.rules]
+    like: dict[str, Layout | None] = {}
+    if options.like is not None:
+        found = summary.mesh_of(options.like)
+        if found is None:
+            raise UsageError(f"{options.like.root}: it has no mesh, so --like cannot use it.")
+        for entry in options.like.tensors:
+            like[entry.fqn], _ = summary.layout_of(entry, found) or (None, None)
+    # What the source's job held whole on each rank beside sharded tensors (buffers, random states)
+    # stays so. Of a source that stores everything whole, weights and optimizer state are cut.
+    cut = sharded or {entry.fqn for entry in tensors if entry.section != "other"}
+    layouts: dict[str, Layout | None] = {}  # None for one that each rank holds whole
+    for entry in tensors:
+        ruled = [placements for matches, placements in rules if matches(entry.fqn)]
+        layout = None
+        # A glob for a weight also matches the step counter of its optimizer, which has no shape.
+        if entry.shape and not ruled and entry.fqn in like:
+            layout = _moved_to_mesh(entry, like[entry.fqn], mesh)
+        elif entry.shape and (ruled or entry.fqn in cut):
+            placements = ruled[-1] if ruled else usual
+            layout = Layout(mesh, placements, fsdp_order(mesh, placements))
+        layouts[entry.fqn] = _checked(entry, layout)
     targets = (Target(e.fqn, e.path, e, types[e.fqn], layouts[e.fqn]) for e in tensors)
-    return (*targets,), [placed, *_notes(layouts, tensors, options)]
+    return (*targets,), [described(mesh, usual), *_notes(layouts, tensors, options)]
 
 
 def _in_own_boxes(
@@ -315,8 +336,8 @@ def _with_names(
 
 def _laid_out(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> LaidOut:
-    """The files of the output, unchanged or as its framework wants them."""
+) -> tuple[LazyPlans, tuple[Target, ...], CheckpointIndex, Sequence[str]]:
+    """The files of the output, unchanged or as its framework wants them; as `frameworks.plan`."""
     wanted = formats.PlanOptions(
         tree=located.nesting,
         mesh=options.mesh,
@@ -326,7 +347,7 @@ def _laid_out(
     if options.layout is None:
         form = formats.named(options.format)
         plans = form.plan_files(targets, located.objects, options=wanted)
-        return LaidOut(plans, targets, located, ())
+        return plans, targets, located, ()
     order = options.param_names if options.param_names and options.param_names.names else None
     with Files() as files:
         digest = arranging.digest_in(located, files)
@@ -376,30 +397,6 @@ def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:
         )
 
 
-def _layouts(
-    tensors: Sequence[TensorEntry], options: ReshardOptions, *, sharded: frozenset[str]
-) -> dict[str, Layout | None]:
-    """The layout of each tensor on the target mesh; None for one that each rank holds whole."""
-    rules = [(names.selector((pattern,), ()), cut_so) for pattern, cut_so in options.rules]
-    like = _layouts_of(options.like) if options.like is not None else {}
-    # What the source's job held whole on each rank beside sharded tensors (buffers, random states)
-    # stays so. Of a source that stores everything whole, weights and optimizer state are cut.
-    cut = sharded or {entry.fqn for entry in tensors if entry.section != "other"}
-    usual = options.placements or default_placements(options.mesh)
-    layouts: dict[str, Layout | None] = {}
-    for entry in tensors:
-        ruled = [placements for matches, placements in rules if matches(entry.fqn)]
-        layout = None
-        # A glob for a weight also matches the step counter of its optimizer, which has no shape.
-        if entry.shape and not ruled and entry.fqn in like:
-            layout = _moved_to_mesh(entry, like[entry.fqn], options.mesh)
-        elif entry.shape and (ruled or entry.fqn in cut):
-            placements = ruled[-1] if ruled else usual
-            layout = Layout(options.mesh, placements, fsdp_order(options.mesh, placements))
-        layouts[entry.fqn] = _checked(entry, layout)
-    return layouts
-
-
 def _sharded(index: CheckpointIndex) -> frozenset[str]:
     """Names that the source stores in pieces; empty when it stores everything whole."""
     return frozenset(
@@ -407,15 +404,6 @@ def _sharded(index: CheckpointIndex) -> frozenset[str]:
         for entry in index.tensors
         if entry.layout is not None or cut_of(entry) is not None
     )
-
-
-def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
-    """Each tensor's layout in another checkpoint: stated, or inferred from its boxes."""
-    found = summary.mesh_of(like)
-    if found is None:
-        raise UsageError(f"{like.root}: it has no mesh, so --like cannot use it.")
-    known = {entry.fqn: summary.layout_of(entry, found) for entry in like.tensors}
-    return {fqn: None if one is None else one[0] for fqn, one in known.items()}
 
 
 def _moved_to_mesh(entry: TensorEntry, layout: Layout | None, mesh: Mesh) -> Layout | None:

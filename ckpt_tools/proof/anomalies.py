@@ -82,44 +82,39 @@ def _oddity(here: Moments, total: Moments) -> tuple[Kind, str] | None:
     return None
 
 
-def zero_row_anomalies(scans: Sequence[Scan]) -> list[Anomaly]:
+def zero_row_anomalies(scans: Sequence[Scan]) -> Iterator[Anomaly]:
     """Zero rows of weights stored in one piece, when they are one rank's share of several tensors.
 
     Only cuts along the first dimension are looked for. An optimizer's state is often zero in rows
     that never had a gradient, and is left out.
     """
-    shares = {
-        (place, run): shares
-        for place, scan in enumerate(scans)
-        if scan.entry.section == "model" and len(scan.zero_rows) <= _MAX_RUNS
-        for run in scan.zero_rows
-        if (shares := _shares(run, scan.entry.shape[0]))
-    }
-    votes = Counter(share for candidates in shares.values() for share in candidates)
-    anomalies: list[Anomaly] = []
-    for (place, (start, end)), candidates in shares.items():
-        best = max(candidates, key=lambda share: (votes[share], -share[1]))
-        least = _MIN_VOTES if end - start > 1 else _MIN_VOTES_OF_ONE_ROW
-        if votes[best] < least:
+    weights = [scan for scan in scans if scan.entry.section == "model"]
+    runs = [
+        (scan, start, end, _shares(start, end, scan.entry.shape[0]))
+        for scan in weights
+        if len(scan.zero_rows) <= _MAX_RUNS
+        for start, end in scan.zero_rows
+    ]
+    votes = Counter(share for *_, shares in runs for share in shares)
+    for scan, start, end, shares in runs:
+        if not shares:
             continue
-        rank, ranks = best
-        fqn, (rows, *others) = scans[place].entry.fqn, scans[place].entry.shape
-        box = Box((start, *[0] * len(others)), (end - start, *others))
-        path = scans[place].chunks[0][0].data.path
-        detail = (
-            f"rows {start}:{end} of {rows} are zero, the share of rank {rank} of {ranks}, as in "
-            f"{counted(votes[best], 'tensor')}"
-        )
-        anomalies.append(Anomaly(fqn, "zero rows", box, rank, path, detail))
-    return anomalies
+        rank, ranks = max(shares, key=lambda share: (votes[share], -share[1]))
+        count, least = votes[rank, ranks], _MIN_VOTES if end - start > 1 else _MIN_VOTES_OF_ONE_ROW
+        if count >= least:
+            rows, *others = scan.entry.shape
+            box = Box((start, *[0] * len(others)), (end - start, *others))
+            whose = f"the share of rank {rank} of {ranks}, as in {counted(count, 'tensor')}"
+            detail = f"rows {start}:{end} of {rows} are zero, {whose}"
+            path = scan.chunks[0][0].data.path
+            yield Anomaly(scan.entry.fqn, "zero rows", box, rank, path, detail)
 
 
-def _shares(run: tuple[int, int], rows: int) -> list[tuple[int, int]]:
+def _shares(start: int, end: int, rows: int) -> list[tuple[int, int]]:
     """Whose share these rows may be, as a rank and the number of ranks.
 
     A share is ceil(rows / ranks) rows, the last one fewer.
     """
-    start, end = run
     if start == 0 and end == rows:
         return []
     shares = []

@@ -22,7 +22,7 @@ from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import format_size, some
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart
-from ckpt_tools.proof.damage_map import IntervalMap
+from ckpt_tools.proof.spans import IntervalMap
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
 

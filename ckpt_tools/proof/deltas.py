@@ -64,49 +64,33 @@ def delta(a: TensorEntry, b: TensorEntry, files: Files, *, options: DiffOptions)
     sums = Delta(a.numel)
     for box in slabs(Box.whole(a.shape), max_numel=files.sizes.numbers):
         one, other = (memoryview(read_array(side, box, files=files)) for side in (a, b))
+        bits: Flags | None = None
+        if a.dtype == b.dtype:
+            raw = (np.frombuffer(side, "u1").reshape(-1, a.dtype.itemsize) for side in (one, other))
+            bits = np.not_equal(*raw).any(axis=1)
+        if not has_numbers(a.dtype) or not has_numbers(b.dtype):
+            _count(sums, np.ones(box.numel, np.bool_) if bits is None else bits, box)
+            continue
         with np.errstate(over="ignore", invalid="ignore"):
-            _add(sums, one, other, a=a, b=b, box=box, options=options)
+            x, y = numbers(one, a.dtype), numbers(other, b.dtype)
+            away = np.abs(x - y)
+            away[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
+            nonfinite = ~np.isfinite(away)
+            if options.is_bitwise:
+                beyond = away != 0.0 if bits is None else bits
+            else:
+                beyond = nonfinite | (away > options.atol + options.rtol * np.abs(y))
+            _count(sums, beyond, box)
+            sums.nan += int(np.count_nonzero(nonfinite))
+            away[nonfinite] = 0.0
+            place = int(away.argmax())
+            if float(away[place]) > sums.max_abs:
+                sums.max_abs, sums.at = float(away[place]), _coordinates(place, box)
+            sums.squares += sum_of_squares(away)
+            sizes = np.abs(x)
+            sizes[~np.isfinite(sizes)] = 0.0
+            sums.reference += sum_of_squares(sizes)
     return sums
-
-
-def _add(
-    sums: Delta,
-    one: memoryview,
-    other: memoryview,
-    *,
-    a: TensorEntry,
-    b: TensorEntry,
-    box: Box,
-    options: DiffOptions,
-) -> None:
-    bits: Flags | None = None
-    if a.dtype == b.dtype:
-        raw = (np.frombuffer(side, "u1").reshape(-1, a.dtype.itemsize) for side in (one, other))
-        bits = np.not_equal(*raw).any(axis=1)
-    if not has_numbers(a.dtype) or not has_numbers(b.dtype):
-        beyond = np.ones(box.numel, np.bool_) if bits is None else bits
-        _count(sums, beyond, box)
-        return
-    x, y = numbers(one, a.dtype), numbers(other, b.dtype)
-    away = np.abs(x - y)
-    away[x == y] = 0.0
-    both_nan = np.isnan(x) & np.isnan(y)
-    away[both_nan] = 0.0
-    nonfinite = ~np.isfinite(away)
-    if options.is_bitwise:
-        beyond = away != 0.0 if bits is None else bits
-    else:
-        beyond = nonfinite | (away > options.atol + options.rtol * np.abs(y))
-    _count(sums, beyond, box)
-    sums.nan += int(np.count_nonzero(nonfinite))
-    away[nonfinite] = 0.0
-    place = int(away.argmax())
-    if float(away[place]) > sums.max_abs:
-        sums.max_abs, sums.at = float(away[place]), _coordinates(place, box)
-    sums.squares += sum_of_squares(away)
-    sizes = np.abs(x)
-    sizes[~np.isfinite(sizes)] = 0.0
-    sums.reference += sum_of_squares(sizes)
 
 
 def _count(sums: Delta, beyond: Flags, box: Box) -> None:

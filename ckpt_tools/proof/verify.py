@@ -7,7 +7,8 @@ the same file of an older one. Fingerprints do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,15 @@ from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.parallel import Background
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.crc import KnownCrcs
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import (
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    LocatedIndex,
+    Section,
+    TensorEntry,
+)
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, Shown, as_json
 from ckpt_tools.core.text import counted, first_of, rank_spans
@@ -25,10 +34,34 @@ from ckpt_tools.errors import CheckpointError, IncompleteError, NotReadError, fa
 from ckpt_tools.proof.canonical_names import canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
-from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
+from ckpt_tools.proof.spans import IntervalMap, holes
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
+
+
+class _DamagedTensor(NamedTuple):
+    """A tensor that is not whole: which boxes are lost, and which ranks had saved them.
+
+    ``lost`` is empty when all rows are there and something else is wrong, ``lost_elements`` says
+    how many these are.
+    """
+
+    fqn: str
+    section: Section
+    shape: tuple[int, ...]
+    lost_elements: int
+    lost: tuple[Box, ...]
+    ranks: tuple[int, ...]
+
+
+class _Rescue(NamedTuple):
+    """A box whose own bytes are not good, and the path of a replica that is."""
+
+    fqn: str
+    box: Box
+    lost: str
+    held_by: str
 
 
 class _RankState(NamedTuple):
@@ -54,11 +87,11 @@ class VerifyReport(Shown):
     unread: tuple[NotReadError, ...]
     notes: tuple[str, ...]
     tensors: int
-    damaged: tuple[DamagedTensor, ...]
+    damaged: tuple[_DamagedTensor, ...]
     objects: int
     damaged_objects: tuple[str, ...]
     lost: tuple[str, ...]
-    rescued: tuple[Rescue, ...]
+    rescued: tuple[_Rescue, ...]
     ranks: tuple[_RankState, ...]
     reading: ReadResult | None
     file_bytes: int
@@ -138,7 +171,7 @@ def verify(
     locating = None if is_address(index.root) else Background(locate)
     reading = read_everything(index, files, seen=KnownCrcs(), threads=threads, on_bytes=on_bytes)
     located = locate() if locating is None else locating.result()
-    condition = DamageMap(located, [damage.data for damage in reading.damages])
+    condition = _DamageMap(located, [damage.data for damage in reading.damages])
     known = frozenset(fqn for problem in located.problems for fqn in problem.about)
     differing = differing_replicas(
         [entry for entry in located.tensors if entry.fqn not in known],
@@ -172,7 +205,7 @@ def _report(
     unread = [problem for problem in located.problems if isinstance(problem, NotReadError)]
     new = [p for p in located.problems if id(p) not in found and p not in unread]
     bad_items = _bad_items(index, new, files)
-    condition = DamageMap(located, [damage.data for damage in (*bad_items, *damages)])
+    condition = _DamageMap(located, [damage.data for damage in (*bad_items, *damages)])
     try:
         inside = canonical_names(located, located.tensors)
         unfit, unfit_notes = compare_model_and_optimizer(located, inside)
@@ -208,6 +241,75 @@ def _report(
         reading=reading,
         file_bytes=index.file_bytes,
     )
+
+
+class _DamageMap:
+    """What of a checkpoint is good; ``damaged`` are ranges beyond missing and short files."""
+
+    def __init__(self, index: LocatedIndex, damaged: Sequence[ByteRange]) -> None:
+        self._index = index
+        self._lengths = {file.path: file.length for file in index.files}
+        self._damaged = IntervalMap(damaged)
+        self._damaged_files = self._damaged.files()
+        self._needed: dict[str, int] = defaultdict(int)
+        for entry in index.tensors:
+            for chunk in entry.chunks:
+                end = chunk.data.offset + chunk.data.length
+                self._needed[chunk.data.path] = max(self._needed[chunk.data.path], end)
+
+    def is_good(self, data: ByteRange) -> bool:
+        """Whether a byte range is there and undamaged."""
+        length = self._lengths.get(data.path, data.offset + data.length)
+        if length is None or data.offset + data.length > length:
+            return False
+        return not self._damaged.meeting(data)
+
+    def is_damaged_file(self, path: str) -> bool:
+        """Whether a file is missing, too short, or damaged anywhere."""
+        length = self._lengths.get(path, self._needed[path])
+        return length is None or length < self._needed[path] or path in self._damaged_files
+
+    def damaged_tensors(self, named: Collection[str]) -> tuple[_DamagedTensor, ...]:
+        """The tensors that have lost rows, and those that are ``named`` by a problem."""
+        tensors = (self._damage(entry) for entry in self._index.tensors)
+        return tuple(one for one in tensors if one.lost or one.fqn in named)
+
+    def _damage(self, entry: TensorEntry) -> _DamagedTensor:
+        good = {chunk.box for chunk in entry.chunks if self._good_place(chunk) is not None}
+        bad = [chunk for chunk in entry.chunks if chunk.box.numel and chunk.box not in good]
+        lost: list[Box] = []
+        if bad or sum(box.numel for box in good) != entry.numel:
+            lost = holes(entry.shape, good)
+        ranks = {chunk.rank for chunk in bad if chunk.rank is not None}
+        if lost and not bad and entry.layout is not None:
+            # No file has them: the layout states who had.
+            for rank, box in enumerate(entry.layout.boxes(entry.shape)):
+                if any(box.intersect(hole) is not None for hole in lost):
+                    ranks.add(rank)
+        numel, savers = sum(box.numel for box in lost), tuple(sorted(ranks))
+        return _DamagedTensor(entry.fqn, entry.section, entry.shape, numel, tuple(lost), savers)
+
+    def _good_place(self, chunk: Chunk) -> ByteRange | None:
+        """The first place of a chunk that is good, or None."""
+        return next(filter(self.is_good, (chunk.data, *chunk.replicas)), None)
+
+    def damaged_objects(self, named: Collection[str]) -> tuple[str, ...]:
+        """The objects whose bytes are not good, or that are ``named`` by a problem."""
+        return tuple(
+            entry.fqn
+            for entry in self._index.objects
+            if entry.fqn in named or not self.is_good(entry.data)
+        )
+
+    def rescued(self) -> tuple[_Rescue, ...]:
+        """The boxes that only a replica still holds."""
+        rescues: list[_Rescue] = []
+        for entry in self._index.tensors:
+            for chunk in entry.chunks:
+                place = self._good_place(chunk) if chunk.replicas else None
+                if place is not None and place != chunk.data:
+                    rescues.append(_Rescue(entry.fqn, chunk.box, chunk.data.path, place.path))
+        return tuple(rescues)
 
 
 def _bad_items(

@@ -56,7 +56,7 @@ _DECODERS = {
 }
 
 
-class Needed(NamedTuple):
+class _Needed(NamedTuple):
     """What a model needs: ``choices`` are sets of names with shapes (None: not known).
 
     Any one of them will do: a loader may take experts one by one or all in one tensor. ``ties``
@@ -70,7 +70,7 @@ class Needed(NamedTuple):
 
 def needed_by(
     folder: str, config: Mapping[str, object], *, on_note: Callable[[str], None] = ignore_note
-) -> Needed | None:
+) -> _Needed | None:
     """What the model of this config needs, or None when nothing here can say it.
 
     ``on_note`` is called before what takes long.
@@ -82,7 +82,7 @@ def needed_by(
     return known or _by_headers(folder, config)
 
 
-def by_numbers(config: Mapping[str, object]) -> Needed | None:
+def by_numbers(config: Mapping[str, object]) -> _Needed | None:
     """What the numbers of a config say; None for an unknown architecture, or if one is left out."""
     name = _architecture(config)
     decoder = _DECODERS.get(name or "")
@@ -122,7 +122,7 @@ def by_numbers(config: Mapping[str, object]) -> Needed | None:
         "model.norm.weight": (hidden,),
         "lm_head.weight": (vocabulary, hidden),
     }
-    return Needed((shapes,), usual_ties(config), f"the config of a {name}")
+    return _Needed((shapes,), usual_ties(config), f"the config of a {name}")
 
 
 def _architecture(config: Mapping[str, object]) -> str | None:
@@ -137,7 +137,7 @@ def usual_ties(config: Mapping[str, object]) -> dict[str, str]:
     return dict(_USUAL_TIES) if config.get("tie_word_embeddings") is True else {}
 
 
-def by_transformers(folder: str, config: Mapping[str, object]) -> Needed | None:
+def by_transformers(folder: str, config: Mapping[str, object]) -> _Needed | None:
     """What transformers says, or None where it cannot build the model."""
     # What it raises depends on its version: for a model type that it does not know, a config that
     # lacks something, or an environment in which it does not work. Then the headers are asked.
@@ -157,7 +157,7 @@ def by_transformers(folder: str, config: Mapping[str, object]) -> Needed | None:
             choices.append(_shapes(on_hub))
     ties = getattr(model, "all_tied_weights_keys", None)
     according_to = f"{type(model).__name__} of transformers {transformers.__version__}"
-    return Needed(
+    return _Needed(
         tuple(choices), dict(ties) if isinstance(ties, dict) else usual_ties(config), according_to
     )
 
@@ -186,7 +186,7 @@ def _shapes(state: Mapping[str, torch.Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def _by_headers(folder: str, config: Mapping[str, object]) -> Needed | None:
+def _by_headers(folder: str, config: Mapping[str, object]) -> _Needed | None:
     """What the folder's own weights are, or at least what its index says that they are."""
     ties = usual_ties(config)
     safetensors = formats.named("safetensors")
@@ -195,7 +195,7 @@ def _by_headers(folder: str, config: Mapping[str, object]) -> Needed | None:
             index = safetensors.read_index(folder)
             shapes: Shapes = {entry.fqn: entry.shape for entry in index.tensors}
             if shapes and not index.problems:
-                return Needed((shapes,), ties, f"the headers in {folder}")
+                return _Needed((shapes,), ties, f"the headers in {folder}")
     except CheckpointError:
         pass  # an index whose shards are left out is no checkpoint, and its names will do
     try:
@@ -206,4 +206,4 @@ def _by_headers(folder: str, config: Mapping[str, object]) -> Needed | None:
     names = read.get("weight_map") if isinstance(read, dict) else None
     if not isinstance(names, dict) or not names:
         return None
-    return Needed((dict.fromkeys(names),), ties, f"{_INDEX} in {folder}")
+    return _Needed((dict.fromkeys(names),), ties, f"{_INDEX} in {folder}")

@@ -26,7 +26,7 @@ from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import hf_architecture, hf_config
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult, copied_file, small_file
 from ckpt_tools.transforms.dtypes import DtypePolicy
-from ckpt_tools.transforms.hf_architecture import Needed, Shapes
+from ckpt_tools.transforms.hf_architecture import Shapes
 from ckpt_tools.transforms.hf_config import CONFIG
 
 _ASSETS = (
@@ -199,7 +199,7 @@ class AssetsTransform:
             shapes: Shapes = {one.entry.fqn: one.entry.shape for one in left}
             if hf_config.is_quantized(config):
                 shapes = weights.plain(shapes, set().union(*needed.choices))
-            notes += self._compared(shapes, needed, ties)
+            notes += self._compared(shapes, needed.choices, ties, needed.according_to)
         files_of = _files_in(self.folder, _ASSETS + (_CODE if "auto_map" in self.config else ()))
         plans = {name: copied_file(name, os.path.join(self.folder, name)) for name in files_of}
         if config != self.config:
@@ -208,9 +208,14 @@ class AssetsTransform:
         notes.append(f"Added {counted(len(plans), 'file')}: {', '.join(plans)}.")
         return TransformResult(left, (*notes, *changes), (*plans.values(),))
 
-    def _compared(self, shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> list[str]:
-        """Notes on the comparison, a line for each kind of fault. Raises AnswerNo."""
-        best = min(needed.choices, key=lambda choice: len(choice.keys() ^ shapes.keys()))
+    def _compared(
+        self, shapes: Shapes, choices: Sequence[Shapes], ties: Mapping[str, str], whose: str
+    ) -> list[str]:
+        """Notes on the comparison, a line for each kind of fault; ``whose`` choices they are.
+
+        Raises AnswerNo.
+        """
+        best = min(choices, key=lambda choice: len(choice.keys() ^ shapes.keys()))
         both = ((name, shapes[name], best[name]) for name in sorted(best.keys() & shapes.keys()))
         kinds = {
             "missing": [
@@ -223,7 +228,6 @@ class AssetsTransform:
                 if shape is not None and wanted is not None and shape != wanted
             ],
         }
-        whose = needed.according_to
         if not any(kinds.values()):
             return [f"Names and shapes are what the model needs, according to {whose}."]
         lines = [f"The tensors are not what {whose} needs:"]

@@ -198,20 +198,14 @@ def _check_shapes(index: CheckpointIndex, optim: Optimizer, names_of: Mapping[Pa
             shape = shapes[names.clean(name)]
             if key not in LIKE_PARAMETER or not isinstance(entry, TensorEntry):
                 continue
-            if not _may_be_of(entry.shape, shape):
+            # Its own shape, or a number for each row (Nero); one number (Amos), or none yet (SARA).
+            fits = entry.shape in ((), (0,)) or (
+                len(entry.shape) == len(shape)
+                and all(size in (1, whole) for size, whole in zip(entry.shape, shape, strict=True))
+            )
+            if not fits:
                 raise UsageError(
                     f"{entry.fqn} has shape {list(entry.shape)}, and {name}, whose it would be, "
                     f"has {list(shape)}.",
                     hint="The names are not in the order of the optimizer's own groups.",
                 )
-
-
-def _may_be_of(state: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a parameter of this shape may have such a state: the shape itself, one number (Amos),
-    one for each row (Nero), or none yet (SARA).
-    """
-    if state in ((), (0,)):
-        return True
-    return len(state) == len(shape) and all(
-        size in (1, whole) for size, whole in zip(state, shape, strict=True)
-    )

@@ -237,8 +237,20 @@ def _sorted_out(
 
 def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
     """The packed tensors of a module, with their families."""
-    known = {name: _family(name, entry, group) for name, entry in group.items()}
-    families = {name: family for name, family in known.items() if family is not None}
+    families: dict[str, _Family] = {}
+    for name, entry in group.items():
+        kind = _kind(entry.dtype)
+        if not kind or (_is_scale(name) and not name.endswith(_ZERO)):
+            continue
+        for row in _rows(name, kind):
+            if not row.beside or any(re.fullmatch(row.beside, other) for other in group):
+                families[name] = row
+                break
+        else:
+            by_name = kind in _WORDS and _has(name, _WEIGHT_WORD)
+            by_shape = kind in _BYTES and len(entry.shape) >= 2
+            if (by_name or by_shape) and not _has(name, _NO_CODES_WORD):
+                families[name] = _Family(f"packed {entry.dtype.name}", name, _WORDS)
     codes = {name: family for name, family in families.items() if not name.endswith(_ZERO)}
     return codes or families
 
@@ -246,21 +258,6 @@ def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
 def _may_be_packed(entry: TensorEntry) -> bool:
     kind = _kind(entry.dtype)
     return bool(kind) and (kind != "i64" or bool(_rows(entry.fqn.rpartition(".")[2], kind)))
-
-
-def _family(name: str, entry: TensorEntry, group: Collection[str]) -> _Family | None:
-    """The family that a tensor is the packed one of, or None."""
-    kind = _kind(entry.dtype)
-    if not kind or (_is_scale(name) and not name.endswith(_ZERO)):
-        return None
-    for row in _rows(name, kind):
-        if not row.beside or any(re.fullmatch(row.beside, other) for other in group):
-            return row
-    by_name = kind in _WORDS and _has(name, _WEIGHT_WORD)
-    by_shape = kind in _BYTES and len(entry.shape) >= 2
-    if (by_name or by_shape) and not _has(name, _NO_CODES_WORD):
-        return _Family(f"packed {entry.dtype.name}", name, _WORDS)
-    return None
 
 
 @lru_cache(4096)

@@ -7,13 +7,12 @@ import pytest
 from builders import index, tensor, value
 
 from ckpt_tools import formats
+from ckpt_tools.analysis.inspection import optimizer_of, resume_verdict
 from ckpt_tools.analysis.summary import (
     file_loads,
     mesh_of,
-    optimizer_of,
     placement_names,
     placements_of,
-    resume_verdict,
     sections_of,
     step_entries,
 )

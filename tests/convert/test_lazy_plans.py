@@ -15,6 +15,7 @@ from ckpt_tools import formats
 from ckpt_tools.convert import forecast
 from ckpt_tools.convert.export import ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.tasks import ALL, Share, cut, groups_of
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
@@ -54,7 +55,7 @@ def test_planning_very_many_boxes_keeps_none_of_them() -> None:
     forecast.of(plan_reshard(index, ReshardOptions(mesh=parse_mesh("2"))))  # imports what it needs
     tracemalloc.start()
     plan = plan_reshard(index, options)
-    found, _ = forecast.of(plan)
+    found, *_ = forecast.of(plan, WriteOptions(), "copy", 1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(file.boxes for file in found) == 64_000

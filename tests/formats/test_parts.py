@@ -12,7 +12,7 @@ from running import run
 
 import ckpt_tools
 from ckpt_tools import api, formats
-from ckpt_tools.analysis import summary
+from ckpt_tools.analysis import inspection, summary
 from ckpt_tools.convert.export import ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.convert.write import WriteOptions
@@ -41,7 +41,7 @@ def test_model_and_optimizer_of_a_folder_are_one_checkpoint(
 ) -> None:
     index = formats.read_index(str(folder))
     assert index.framework == framework
-    assert summary.resume_verdict(index).yes
+    assert inspection.resume_verdict(index).yes
     assert summary.sections_of(index)["other"].objects
     assert (folder / model).exists()
     assert not [note for note in index.notes if "not read" in note]
@@ -100,7 +100,7 @@ def test_a_half_that_cannot_be_read_is_no_reason_to_call_the_rest_whole(tmp_path
     (folder / "optimizer_0" / ".metadata").unlink()
     index = formats.read_index(str(folder))
     assert index.problems
-    assert not summary.resume_verdict(index).yes
+    assert not inspection.resume_verdict(index).yes
     with pytest.raises(CkptError, match="optimizer_0"):
         plan_export(index, ExportOptions())
 
@@ -219,7 +219,7 @@ def test_an_optimizer_without_groups_is_no_save_of_a_framework(tmp_path: Path) -
     with pytest.raises(CkptError, match="no param_groups") as caught:
         api.fingerprint(str(folder))
     assert "pytorch_model_fsdp_0" in str(caught.value.hint)
-    assert not summary.resume_verdict(formats.read_index(str(folder))).yes
+    assert not inspection.resume_verdict(formats.read_index(str(folder))).yes
     assert api.export(str(folder), tmp_path / "out", only="model").tensors
 
 
@@ -232,7 +232,7 @@ def test_rank_files_of_accelerate_are_read_with_its_optimizer(tmp_path: Path) ->
     for only in ("model", "optim"):
         assert _sections(tmp_path / "out", only) == _sections(TRAINER, only)
     assert api.verify(str(tmp_path / "out")).whole
-    assert summary.resume_verdict(formats.read_index(str(tmp_path / "out"))).yes
+    assert inspection.resume_verdict(formats.read_index(str(tmp_path / "out"))).yes
     (tmp_path / "out" / "pytorch_model_fsdp_rank1.bin").unlink()
     assert not api.verify(str(tmp_path / "out")).whole
 
@@ -248,7 +248,7 @@ def test_rank_files_of_model_and_optimizer_are_accelerates_without_dcp(tmp_path:
         assert _sections(folder, only) == _sections(TRAINER, only)
     index = formats.read_index(str(folder))
     assert index.framework == "accelerate"
-    assert summary.resume_verdict(index).yes
+    assert inspection.resume_verdict(index).yes
     (folder / "optimizer_0_rank1.bin").unlink()
     assert not api.verify(str(folder)).whole
 

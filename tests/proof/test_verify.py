@@ -30,7 +30,7 @@ from ckpt_tools.proof import damage
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage import read_everything
-from ckpt_tools.proof.damage_map import IntervalMap, describe, holes
+from ckpt_tools.proof.spans import IntervalMap, describe, holes
 from ckpt_tools.proof.verify import VerifyReport, bytes_to_read, verify, verify_quick
 from ckpt_tools.storage.reader import Files, Window
 

@@ -60,7 +60,7 @@ class _Shown(NamedTuple):
         return [self.place] if isinstance(self.place, Leaf) else list(self.place.walk())
 
 
-class Entries(Tree[_Shown]):
+class _Entries(Tree[_Shown]):
     """The tree; its keys are those of ncdu, too. What stands on a line is made when it is seen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -211,17 +211,13 @@ class _Details(VerticalScroll):
         first, width = (values.box.offsets or (0,))[-1], (values.box.sizes or (1,))[-1]
         table.add_columns("", *map(str, range(first, first + width)))
         texts = list(map(show.value_text, values.values))
+        above = [*zip(values.box.offsets, values.box.sizes, strict=True)][-2::-1]
         for start in range(0, len(texts), max(width, 1)):
-            table.add_row(_row_name(values, start // width), *texts[start : start + width])
-
-
-def _row_name(values: Corner, number: int) -> str:
-    """The place of a row of values in all dimensions but the last."""
-    place: list[str] = []
-    for offset, size in zip(values.box.offsets[-2::-1], values.box.sizes[-2::-1], strict=True):
-        place.insert(0, str(offset + number % size))
-        number //= size
-    return ",".join(place)
+            number, place = start // width, list[str]()  # in all dimensions but the last
+            for offset, size in above:
+                place.insert(0, str(offset + number % size))
+                number //= size
+            table.add_row(",".join(place), *texts[start : start + width])
 
 
 class _Help(ModalScreen[None]):
@@ -248,10 +244,10 @@ class Browser(App[None]):
     TITLE = "ckpt-tools browse"
     CSS = """
     * { scrollbar-size: 1 1; }
-    Entries { width: 1fr; min-width: 40; scrollbar-size-horizontal: 0; }
+    _Entries { width: 1fr; min-width: 40; scrollbar-size-horizontal: 0; }
     #details { width: 1fr; border-left: solid $primary; }
     .-narrow #main { layout: vertical; }
-    .-narrow Entries { width: 100%; height: 2fr; }
+    .-narrow _Entries { width: 100%; height: 2fr; }
     .-narrow #details { width: 100%; height: 1fr; min-height: 7; border-left: none; }
     .facts, .text { height: auto; padding: 0 1; }
     DataTable { height: auto; max-height: 24; margin: 1 0 0 1; }
@@ -284,7 +280,7 @@ class Browser(App[None]):
         """Header, tree and details, what is asked for, and the keys."""
         yield Header(icon=" ")
         with Horizontal(id="main"):
-            yield Entries("everything", self.content)
+            yield _Entries("everything", self.content)
             yield _Details(self.content)
         with Vertical(id="asked"):
             yield Input(placeholder="part of a name, a glob, or re:…", id="search")
@@ -299,9 +295,9 @@ class Browser(App[None]):
         self.arrange()
 
     @property
-    def tree_widget(self) -> Entries:
+    def tree_widget(self) -> _Entries:
         """The tree."""
-        return self.query_one(Entries)
+        return self.query_one(_Entries)
 
     @property
     def details(self) -> _Details:

@@ -13,7 +13,7 @@ from ckpt_tools.analysis.summary import file_loads, mesh_of
 from ckpt_tools.cli import entries, report, show
 from ckpt_tools.cli.ls import Leaf, parts_of
 from ckpt_tools.cli.render import facts
-from ckpt_tools.copying.origin import reads_one_save
+from ckpt_tools.copying.origin import reading
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry, count_of
 from ckpt_tools.core.names import selector
 from ckpt_tools.core.text import counted, format_size
@@ -106,21 +106,16 @@ class Content:
         one = self.index.select({entry.fqn})
         if entry.fqn in self.damaged:
             one.require_whole()
-        return _values(one, entry, part)
-
-
-@reads_one_save
-def _values(one: CheckpointIndex, entry: Entry, part: str | None) -> show.Corner | str:
-    if isinstance(entry, TensorEntry):
-        if part is not None and show.parse_slice(part, entry.shape).numel > _MOST_VALUES:
-            raise UsageError(f"At most {_MOST_VALUES:,} values are shown at once.")
-        return show.read_corner(show.located(one), part)
-    with Files() as files:
-        opened = open_object(one, entry, files)
-    if not opened.opened:
-        return entries.value_text(opened)
-    text = json.dumps(entries.plain_json(opened.value), indent=2)
-    return "\n".join(map(printable, text.splitlines()[:_MOST_LINES]))
+        with reading(one.files), Files() as files:
+            if isinstance(entry, TensorEntry):
+                if part is not None and show.parse_slice(part, entry.shape).numel > _MOST_VALUES:
+                    raise UsageError(f"At most {_MOST_VALUES:,} values are shown at once.")
+                return show.read_corner(show.located(one), part)
+            opened = open_object(one, entry, files)
+        if not opened.opened:
+            return entries.value_text(opened)
+        text = json.dumps(entries.plain_json(opened.value), indent=2)
+        return "\n".join(map(printable, text.splitlines()[:_MOST_LINES]))
 
 
 def summary(below: Sequence[Leaf]) -> str:

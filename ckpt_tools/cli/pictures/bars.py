@@ -61,7 +61,11 @@ def _holders(side: Holdings, title: str, *, most: int, gets: Sequence[int] | Non
     whole = ": ".join(words) or counted(side.holders, side.unit)
     heading = f"<h2>{text(whole[0].upper() + whole[1:])}</h2>"
     yield f"<section>{heading}<details{opened}><summary>"
-    yield f'{_load_words(side, loads)}</summary><div class="ranks">'
+    fullest, skew = format_size(max(loads, default=0)), skew_of(loads)
+    uneven = ""
+    if skew is not None and len(loads) > 1:
+        uneven = f" the most, {skew:.2f} times the average"
+    yield f'Bytes per {side.unit}: {fullest}{uneven}.</summary><div class="ranks">'
     for line in _lines(side, len(loads)):
         cells = ""
         for n in line:
@@ -90,14 +94,6 @@ def _name(side: Holdings, holder: int) -> str:
     if side.mesh is None or holder >= side.mesh.size:
         return f"rank {holder}"
     return f"rank {holder}: {place_words(side.mesh, holder)}"
-
-
-def _load_words(side: Holdings, loads: Sequence[int]) -> str:
-    most = format_size(max(loads, default=0))
-    skew = skew_of(loads)
-    if skew is None or len(loads) < 2:
-        return f"Bytes per {side.unit}: {most}."
-    return f"Bytes per {side.unit}: {most} the most, {skew:.2f} times the average."
 
 
 def _lines(side: Holdings, holders: int) -> Iterator[range]:

@@ -12,14 +12,13 @@ from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, table, text
 from ckpt_tools.cli.pictures.text import moved_words
-from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.look import look
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
-    from ckpt_tools.proof.anomalies import Anomaly
     from ckpt_tools.proof.stats import Statistics
 
 _MAX_OBJECTS, _MAX_STATS, _MAX_OPEN = 500, 5_000, 60
@@ -78,11 +77,18 @@ def report_page(
     if unseen is not None:
         parts.append(f'<p class="bad">The values were not read: {text(unseen.message)}</p>')
     if seen is not None:
-        parts += _anomalies(seen.statistics.anomalies)
-        parts += _statistics(seen)
+        parts += _values(seen)
     parts.append("<h2>Who holds what</h2>")
     parts += who_holds_what(holdings_of(index, inspection.mesh), damaged=named_by(whole.problems))
-    parts += _objects(index.objects)
+    if index.objects:
+        number = counted(len(index.objects), "object")
+        parts.append(f'<details class="section"><summary>{number}</summary>')
+        rows = [(one.fqn, entries.value_text(one)[:400]) for one in index.objects[:_MAX_OBJECTS]]
+        parts += table(("NAME", "VALUE"), rows)
+        if len(index.objects) > _MAX_OBJECTS:
+            more = len(index.objects) - _MAX_OBJECTS
+            parts.append(f'<p class="quiet">and {more:,} more</p>')
+        parts.append("</details>")
     return page(f"Report of {whole.root}", parts)
 
 
@@ -94,20 +100,23 @@ def _facts(pairs: Iterable[render.Fact]) -> Iterator[str]:
     yield "</dl>"
 
 
-def _anomalies(anomalies: Sequence[Anomaly]) -> Iterator[str]:
-    if not anomalies:
+def _values(seen: _Seen) -> Iterator[str]:
+    """What is odd, and a row of numbers for each tensor, with its histogram."""
+    if seen.statistics.anomalies:
+        yield '<h2 class="bad">Suspicious regions: their edges are shard edges</h2>'
+        odd = [
+            (
+                one.kind,
+                one.fqn,
+                str(one.box),
+                "-" if one.rank is None else str(one.rank),
+                one.detail,
+            )
+            for one in seen.statistics.anomalies[:500]
+        ]
+        yield from table(("KIND", "NAME", "BOX", "RANK", "DETAIL"), odd)
+    else:
         yield '<p class="quiet">No suspicious values at the edges of shards.</p>'
-        return
-    yield '<h2 class="bad">Suspicious regions: their edges are shard edges</h2>'
-    rows = [
-        (one.kind, one.fqn, str(one.box), "-" if one.rank is None else str(one.rank), one.detail)
-        for one in anomalies[:500]
-    ]
-    yield from table(("KIND", "NAME", "BOX", "RANK", "DETAIL"), rows)
-
-
-def _statistics(seen: _Seen) -> Iterator[str]:
-    """A row of numbers for each tensor, with its histogram."""
     tensors = seen.statistics.tensors
     bad = seen.statistics.nonfinite
     nonfinite = f", <span class=bad>{bad:,} values are NaN or infinite</span>" if bad else ""
@@ -142,15 +151,3 @@ def _histogram(counts: Sequence[int]) -> str:
         f'<svg class="hist" viewBox="0 0 {_WIDE} {_HIGH}" role="img" aria-label="histogram">'
         f'<path d="{bars}"/></svg>'
     )
-
-
-def _objects(objects: Sequence[ObjectEntry]) -> Iterator[str]:
-    if not objects:
-        return
-    number = counted(len(objects), "object")
-    yield f'<details class="section"><summary>{number}</summary>'
-    rows = [(one.fqn, entries.value_text(one)[:400]) for one in objects[:_MAX_OBJECTS]]
-    yield from table(("NAME", "VALUE"), rows)
-    if len(objects) > _MAX_OBJECTS:
-        yield f'<p class="quiet">and {len(objects) - _MAX_OBJECTS:,} more</p>'
-    yield "</details>"

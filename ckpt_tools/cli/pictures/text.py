@@ -120,8 +120,15 @@ def bar_of(held: HeldTensor, paint: Paint, *, size: int) -> str:
     pieces = held.pieces
     if not pieces:
         return "no elements"
-    if len(pieces) > size // 2:
-        return _crowded(pieces, paint, size=size)
+    if len(pieces) > size // 2:  # more than fit: a stripe of colours, or only a count
+        holders = sorted({holder for piece in pieces for holder in piece.holders})
+        spans = rank_spans(holders)
+        who = spans if len(spans) < 24 else counted(len(holders), "holder")
+        words = f"{counted(len(pieces), 'piece')} of {who}"
+        if paint is plain:
+            return f"│{words.center(size - 2)}│"
+        picked = (pieces[place * len(pieces) // size] for place in range(size))
+        return f"{''.join(paint(' ', _first(piece)) for piece in picked)} {words}"
     total = sum(piece.box.numel for piece in pieces)
     bound = "│" if paint is plain else "▏"
     text, done, edge = "", 0, 0
@@ -145,19 +152,6 @@ def _more(pieces: Sequence[HeldBox]) -> str:
     """How often each piece is held, where that is more than once."""
     most = max((len(piece.holders) for piece in pieces), default=0)
     return f" {most} replicas" if most > 1 else ""
-
-
-def _crowded(pieces: Sequence[HeldBox], paint: Paint, *, size: int) -> str:
-    """More pieces than fit: a stripe of colours, or only a count."""
-    holders = sorted({holder for piece in pieces for holder in piece.holders})
-    spans = rank_spans(holders)
-    who = spans if len(spans) < 24 else counted(len(holders), "holder")
-    words = f"{counted(len(pieces), 'piece')} of {who}"
-    if paint is plain:
-        return f"│{words.center(size - 2)}│"
-    picked = [pieces[place * len(pieces) // size] for place in range(size)]
-    stripe = (paint(" ", _first(piece)) for piece in picked)
-    return f"{''.join(stripe)} {words}"
 
 
 def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator[str]:

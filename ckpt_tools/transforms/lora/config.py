@@ -69,7 +69,21 @@ def read_config(path: str) -> LoraConfig:
         raise UsageError(f"{path} cannot be read: {reason_of(error)}.") from error
     if not isinstance(said, dict) or not _is_number(said.get("lora_alpha")):
         raise UsageError(f"{path} has no number `lora_alpha`.")
-    _refuse_others(said, path)
+    refused = [
+        f"{key} = {value!r}"
+        for key, value in said.items()
+        if key not in _UNDERSTOOD and value and (key, value) != ("bias", "none")
+    ]
+    if said.get("peft_type", "LORA") != "LORA":
+        refused = [f"peft_type = {said['peft_type']!r}"]
+    if "peft_type" not in said:  # another program's file, with settings of its own
+        ours = ("use_", "lora_", "trainable_", "target_")
+        refused = [one for one in refused if one.startswith(ours)]
+    if refused:
+        raise UnsupportedError(
+            f"{path} is not plain LoRA, or is not supported here: {', '.join(refused)}.",
+            hint="PEFT itself can merge or save it.",
+        )
     patterns = said.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or not all(map(_is_number, patterns.values())):
         raise UsageError(f"{path}: `alpha_pattern` is not an object of numbers.")
@@ -101,26 +115,6 @@ def check_beside(config: LoraConfig, ckpt: str) -> None:
                 "alpha divided by the rank, for all modules.",
                 hint=f"--adapter-config {shlex.quote(path)} in place of --lora-alpha.",
             )
-
-
-def _refuse_others(said: Mapping[str, object], path: str) -> None:
-    """Raise UnsupportedError, with their names, for settings that are not understood here."""
-    refused = [
-        f"{key} = {value!r}"
-        for key, value in said.items()
-        if key not in _UNDERSTOOD and value and (key, value) != ("bias", "none")
-    ]
-    if said.get("peft_type", "LORA") != "LORA":
-        refused = [f"peft_type = {said['peft_type']!r}"]
-    if "peft_type" not in said:  # another program's file, with settings of its own
-        refused = [
-            one for one in refused if one.startswith(("use_", "lora_", "trainable_", "target_"))
-        ]
-    if refused:
-        raise UnsupportedError(
-            f"{path} is not plain LoRA, or is not supported here: {', '.join(refused)}.",
-            hint="PEFT itself can merge or save it.",
-        )
 
 
 def _is_number(value: object) -> bool:

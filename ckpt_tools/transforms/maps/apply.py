@@ -52,7 +52,14 @@ class MapTransform:
         if self.tensor_map is not None:
             return self._applied(self.tensor_map, made)
         names = [one.entry.fqn for one in made]
-        known = [one for one in builtins_to_hf() if not one.keeps_rest and _knows_all(one, names)]
+        known = []
+        for one in builtins_to_hf():
+            if one.keeps_rest or _misfits(one, names):
+                continue
+            sources = [text for rule in one.rules for text in rule.sources]
+            patterns = [*map(pattern, (*sources, *one.drop))]
+            if all(any(each.fullmatch(name) for each in patterns) for name in names):
+                known.append(one)
         if len(known) == 1:
             outcome = self._applied(known[0], made)
             chosen = f"--map auto chose {known[0].name}: the only map that knows all names."
@@ -66,7 +73,17 @@ class MapTransform:
         )
 
     def _applied(self, tensor_map: TensorMap, made: Sequence[TransformedTensor]) -> TransformResult:
-        _refuse_others(tensor_map, [one.entry.fqn for one in made], self.model_type)
+        reasons = _misfits(tensor_map, [one.entry.fqn for one in made])
+        types, own = tensor_map.model_types, self.model_type
+        if own and types and own not in types:
+            known = ", ".join(types)
+            reasons.append(f"config.json says model_type {own!r}, and the map is for {known}")
+        if reasons:  # its rules may fit all the same
+            raise UsageError(
+                f"The map {tensor_map.name} is not for this model: {'; '.join(reasons)}.",
+                hint="Choose another map (--map auto looks for one by the names), or a part that "
+                "it is for; --force-map uses it anyway.",
+            )
         groups, kept, dropped = _sorted_out(tensor_map, made, values=self.values)
         out: list[TransformedTensor] = []
         for group in groups:
@@ -91,14 +108,6 @@ class MapTransform:
         return TransformResult((*out, *kept), tuple(notes))
 
 
-def _knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:
-    """Whether a map has a rule for each of these names, and they are those that it is for."""
-    patterns = [pattern(text) for rule in tensor_map.rules for text in rule.sources]
-    patterns += [pattern(text) for text in tensor_map.drop]
-    known = all(any(one.fullmatch(name) for one in patterns) for name in names)
-    return known and not _misfits(tensor_map, names)
-
-
 def _misfits(tensor_map: TensorMap, names: Sequence[str]) -> list[str]:
     """What of these names keeps them from being those that the map is for, a phrase for each."""
     misfits = [
@@ -110,20 +119,6 @@ def _misfits(tensor_map: TensorMap, names: Sequence[str]) -> list[str]:
         first = next(filter(pattern(text).fullmatch, names), None)
         misfits += [f"there is {first}"] if first else []
     return misfits
-
-
-def _refuse_others(tensor_map: TensorMap, names: Sequence[str], model_type: str | None) -> None:
-    """Raise UsageError for a model that the map is not for: its rules may fit all the same."""
-    reasons = _misfits(tensor_map, names)
-    if model_type and tensor_map.model_types and model_type not in tensor_map.model_types:
-        known = ", ".join(tensor_map.model_types)
-        reasons.append(f"config.json says model_type {model_type!r}, and the map is for {known}")
-    if reasons:
-        raise UsageError(
-            f"The map {tensor_map.name} is not for this model: {'; '.join(reasons)}.",
-            hint="Choose another map (--map auto looks for one by the names), or a part that it is "
-            "for; --force-map uses it anyway.",
-        )
 
 
 @dataclass(slots=True)
@@ -163,7 +158,12 @@ def _sorted_out(
     others: list[TransformedTensor] = []
     for one in made:
         name = one.entry.fqn
-        claims = list(_claims(tensor_map, name))
+        claims = [
+            (number, part, match.groupdict())
+            for number, rule in enumerate(tensor_map.rules)
+            for part, text in enumerate(rule.sources)
+            if (match := pattern(text).fullmatch(name)) is not None
+        ]
         if len(claims) > 1:
             raise UsageError(f"{name}: {len(claims)} rules of the map {tensor_map.name} claim it.")
         if claims:
@@ -185,15 +185,6 @@ def _sorted_out(
             hint="Leave them out with --exclude, or write a rule for them.",
         )
     return list(groups.values()), others, dropped
-
-
-def _claims(tensor_map: TensorMap, name: str) -> Iterator[tuple[int, int, dict[str, str]]]:
-    """The rules that a name matches: number, which of its sources, what its placeholders are."""
-    for number, rule in enumerate(tensor_map.rules):
-        for part, text in enumerate(rule.sources):
-            match = pattern(text).fullmatch(name)
-            if match is not None:
-                yield number, part, match.groupdict()
 
 
 def _gathered(group: _RuleMatch) -> TransformedTensor:

@@ -9,11 +9,11 @@ from glob import escape
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.protocol import Loader, PlanOptions, Reader, ReadOptions
+from ckpt_tools.formats.protocol import PlanOptions, Reader, ReadOptions
 from ckpt_tools.formats.torch_file import TorchSave
 
 
-class RankFiles(TorchSave):
+class _RankFiles(TorchSave):
     """A folder with one torch.save file of DTensors for each rank."""
 
     name = "ranks"
@@ -32,7 +32,7 @@ class RankFiles(TorchSave):
         named = file_names.parse(path)
         return None if named is None else named.rank
 
-    def loader(self, index: CheckpointIndex, *, asked: str | None) -> Loader:
+    def loader(self, index: CheckpointIndex, *, asked: str | None) -> tuple[str, str]:
         from ckpt_tools.formats.torch_file import generations
 
         known = (
@@ -43,8 +43,7 @@ class RankFiles(TorchSave):
         )
         version, why = next((text, why) for text, why in known if text is not None)
         row = generations.generation_of(generations.parse_version(version), why=f", {why}")
-        note = f"The rank files are for torch {row}, {why}; --torch-version names another."
-        return Loader(version, note)
+        return version, f"The rank files are for torch {row}, {why}; --torch-version names another."
 
     def plan_files(
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
@@ -84,4 +83,4 @@ def _installed_torch() -> str | None:
         return None
 
 
-FORMAT = RankFiles()
+FORMAT = _RankFiles()

@@ -77,7 +77,7 @@ def read_headers(
                 f"{where} holds no file of rank {rank} on the machine of that rank.",
                 hint=f"It should be {families[0].path_of(rank)}.",
             )
-        for parts in headers.gathered.tensors.values():
+        for parts in headers.tensors.values():
             for at, part in enumerate(parts):
                 # The CRC of its own elements, where others would read them to compare.
                 is_known = part.crc is not None and part.fills_record
@@ -89,7 +89,7 @@ def read_headers(
 
 def parts_in(headers: RankHeaders) -> dict[str, RankTensor]:
     """One rank's part of each tensor, by name."""
-    return {names.join(path): parts[0] for path, parts in headers.gathered.tensors.items()}
+    return {names.join(path): parts[0] for path, parts in headers.tensors.items()}
 
 
 def joined_index(

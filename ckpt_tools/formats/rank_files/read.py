@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpt_tools.core import names
 from ckpt_tools.core.coverage import uncovered
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
+from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, FileEntry, ObjectEntry, Path
+from ckpt_tools.core.state_tree import Branch, merge
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
@@ -33,7 +35,7 @@ from ckpt_tools.formats.pickle.interpret import collector_paused
 from ckpt_tools.formats.pickle.state_dict import StateDict, flatten
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import checks, file_names, numbered
-from ckpt_tools.formats.rank_files.entries import Gathered, RankObject, entries_of, rank_tensors
+from ckpt_tools.formats.rank_files.entries import RankTensor, entries_of, rank_tensors
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
 from ckpt_tools.formats.torch_file.open import SavedFile, open_saved
 from ckpt_tools.storage import paths
@@ -55,13 +57,13 @@ def matches(path: str) -> bool:
     if not paths.is_dir(path):
         return False
     try:
-        names = _names(path)
+        inside = _names(path)
     except OSError:
         return False
-    named = list(filter(None, map(file_names.parse, names)))
+    named = list(filter(None, map(file_names.parse, inside)))
     if named:
         return any(file.rank > 0 or file.world_size is not None for file in named)
-    return numbered.are_rank_files(os.path.join(path, name) for name in names)
+    return numbered.are_rank_files(os.path.join(path, name) for name in inside)
 
 
 def read_index(
@@ -111,15 +113,24 @@ def _names(folder: str) -> list[str]:
 
 @dataclass(slots=True)
 class RankHeaders:
-    """What the files read so far hold, without their bytes: a value that can be sent."""
+    """What the files read so far hold, without their bytes: a value that can be sent.
 
-    gathered: Gathered = field(default_factory=Gathered)
+    ``tensors`` and ``objects`` are what each rank holds, by path, in the order of the ranks;
+    ``tree`` has the names of all, and ``clashes`` say what does not fit into it. ``held`` are the
+    names in the files of each pattern.
+    """
+
+    tensors: dict[Path, list[RankTensor]] = field(default_factory=dict)
+    objects: dict[Path, list[tuple[int, ObjectEntry]]] = field(default_factory=dict)
+    tree: Branch[str] = NO_TREE
     ranks: checks.Ranks = field(default_factory=checks.Ranks)
     sizes: dict[str, int] = field(default_factory=dict)
     ties: ties.Ties = ()
     broken: list[tuple[Family, UnreadableError]] = field(default_factory=list)
     held: dict[str, set[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    clashes: list[CheckpointError] = field(default_factory=list)
+    _last_tree: Branch[str] = NO_TREE
 
     def read(self, family: Family, files: Files, options: ReadOptions, *, contained: bool) -> None:
         """Read the files of a family, in the order of their ranks."""
@@ -160,47 +171,62 @@ class RankHeaders:
                     raise other.flaw.at(f"{file.path}: {other.fqn}")
         parts = [[*rank_tensors(leaf.stored, saved, file.rank)] for leaf in state.tensors]
         for leaf, held in zip(state.tensors, parts, strict=True):
-            self.gathered.tensors.setdefault(leaf.path, []).extend(held)
+            self.tensors.setdefault(leaf.path, []).extend(held)
         return state, saved.pickle
 
     def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange) -> None:
-        self.gathered.add_tree(state.tree, file.path)
+        self._add_tree(state.tree, file.path)
         for leaf in state.objects:
-            part = RankObject(file.rank, pickle, leaf.value, leaf.type_name, leaf.flaw)
-            self.gathered.objects.setdefault(leaf.path, []).append(part)
+            part = file.rank, leaf.entry("other", pickle)  # all names together say the section
+            self.objects.setdefault(leaf.path, []).append(part)
         self.ranks.see(file, [leaf.stored for leaf in state.tensors])
         held = self.held.setdefault(file.pattern, set())
-        names = {leaf.fqn for leaf in state.tensors} | {leaf.fqn for leaf in state.objects}
+        own = set(state.tree.leaves())
         for pattern, others in self.held.items():
-            twins = names & others if pattern != file.pattern else ()
+            twins = own & others if pattern != file.pattern else ()
             if twins:
                 raise UnsupportedError(
                     f"{min(twins)} is in the files {pattern} and in {file.pattern}.",
                     hint="Choose one of them with a quoted glob.",
                 )
-        held |= names
+        held |= own
 
     def _keep_closed(self, file: RankFile, error: CheckpointError) -> None:
         """Keep a file of other state that cannot be opened as one opaque object."""
         data = ByteRange(file.path, 0, self.sizes[file.path])
-        part = RankObject(file.rank, data, None, "torch.save file")
         path = (file.family, f"rank_{file.rank}")
-        self.gathered.objects[path] = [part]
+        entry = ObjectEntry(names.join(path), path, "other", data, type_name="torch.save file")
+        self.objects[path] = [(file.rank, entry)]
         self.notes.append(f"Kept closed: {error.message}")
 
     def add(self, other: RankHeaders, whose: str) -> None:
         """Take in what another process has read; ``whose`` says of what, in an error."""
-        for path, parts in other.gathered.tensors.items():
-            self.gathered.tensors.setdefault(path, []).extend(parts)
-        for path, objects in other.gathered.objects.items():
-            self.gathered.objects.setdefault(path, []).extend(objects)
-        self.gathered.add_tree(other.gathered.tree, whose)
-        self.gathered.clashes += other.gathered.clashes
+        for path, parts in other.tensors.items():
+            self.tensors.setdefault(path, []).extend(parts)
+        for path, objects in other.objects.items():
+            self.objects.setdefault(path, []).extend(objects)
+        self._add_tree(other.tree, whose)
+        self.clashes += other.clashes
         self.ranks.seats += other.ranks.seats
         self.sizes |= other.sizes
         for pattern, held in other.held.items():
             self.held.setdefault(pattern, set()).update(held)
         self.notes += other.notes
+
+    def _add_tree(self, tree: Branch[str], where: str) -> None:
+        """Take in the tree of one rank's file, or what other ranks' trees were put into."""
+        if tree == self._last_tree:
+            return
+        self._last_tree = tree
+        try:
+            self.tree = merge(self.tree, tree) if self.tree.items else tree
+        except UnsupportedError as error:
+            known = set(self.tree.leaves())
+            about = [fqn for fqn in tree.leaves() if fqn not in known]
+            message = (
+                f"{where} is nested differently from the files of lower ranks: {error.message}"
+            )
+            self.clashes.append(UnsupportedError(message, hint=error.hint, about=about))
 
     def index(self, root: str, families: Sequence[Family], files: Files) -> CheckpointIndex:
         """The index of all that was read; raises the first error when that is nothing.
@@ -210,7 +236,7 @@ class RankHeaders:
         if self.broken and len(self.broken) == sum(len(family.files) for family in families):
             raise self.broken[0][1]
         world = self.ranks.world_size(families)
-        entries = entries_of(root, self.gathered, files)
+        entries = entries_of(root, self.tensors, self.objects, self.tree, files)
         spared = [f for f in families if checks.are_whole_groups(f, world, entries.tensors)]
         needed = [family for family in families if family not in spared]
         absent = {f: set(range(world)) - {file.rank for file in f.files} for f in needed}
@@ -233,6 +259,7 @@ class RankHeaders:
                     family, world, entries.tensors, held=self.held.get(family.pattern, set())
                 )
             ),
+            *self.clashes,
             *entries.problems,
         ]
         known = {fqn for problem in problems for fqn in problem.about}

@@ -67,9 +67,9 @@ def globs_of(paths: Sequence[str]) -> list[str]:
         return []
     globs = []
     for family in families:
-        first = family.files[0].path.split(os.sep)
-        above = os.sep.join(first[: -1 - family.pattern.count(os.sep)])
-        globs.append(os.path.join(escape(above), family.pattern))
+        place, pattern = family[0].path.split(os.sep), family[0].pattern
+        above = os.sep.join(place[: -1 - pattern.count(os.sep)])
+        globs.append(os.path.join(escape(above), pattern))
     return globs
 
 

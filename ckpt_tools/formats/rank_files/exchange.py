@@ -68,14 +68,14 @@ def read_headers(
     with Files() as files:
         headers, is_one_of = RankHeaders(), len(families) > 1
         for family in families:
-            own = tuple(file for file in family.files if file.rank == rank)
-            headers.read(family._replace(files=own), files, options, contained=is_one_of)
+            own = tuple(file for file in family if file.rank == rank)
+            headers.read(own, files, options, contained=is_one_of)
         if headers.broken:
             raise headers.broken[0][1]
         if not headers.sizes:
             raise IncompleteError(
                 f"{where} holds no file of rank {rank} on the machine of that rank.",
-                hint=f"It should be {families[0].path_of(rank)}.",
+                hint=f"It should be {families[0][0].path_of(rank)}.",
             )
         for parts in headers.tensors.values():
             for at, part in enumerate(parts):

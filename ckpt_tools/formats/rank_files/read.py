@@ -98,8 +98,7 @@ def read_index(
         if not named:
             for family in families:
                 ranks = [
-                    f"{os.path.relpath(one.path, root)} is of rank {one.rank}"
-                    for one in family.files
+                    f"{os.path.relpath(one.path, root)} is of rank {one.rank}" for one in family
                 ]
                 text = "Ranks were taken from the meshes in the files, not from names"
                 headers.notes.append(f"{text}: {some(ranks)}.")
@@ -126,26 +125,26 @@ class RankHeaders:
     ranks: checks.Ranks = field(default_factory=checks.Ranks)
     sizes: dict[str, int] = field(default_factory=dict)
     ties: ties.Ties = ()
-    broken: list[tuple[Family, UnreadableError]] = field(default_factory=list)
+    broken: list[tuple[RankFile, UnreadableError]] = field(default_factory=list)
     held: dict[str, set[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     clashes: list[CheckpointError] = field(default_factory=list)
     _last_tree: Branch[str] = NO_TREE
 
     def read(self, family: Family, files: Files, options: ReadOptions, *, contained: bool) -> None:
-        """Read the files of a family, in the order of their ranks."""
+        """Read files of a family, in the order of their ranks."""
         family_ties: ties.Ties | None = None
-        opening = _opened(family.files, files, options)
-        for file, opened in zip(family.files, opening, strict=True):
+        opening = _opened(family, files, options)
+        for file, opened in zip(family, opening, strict=True):
             try:
                 state, pickle = self._state(file, opened, files, contained=contained)
             except (UnsupportedError, UnsafePickleError) as error:
-                if not file_names.holds_other_state(family.name):
+                if not file_names.holds_other_state(file.family):
                     raise
                 self._keep_closed(file, error)
                 continue
             except UnreadableError as error:
-                self.broken.append((family, error.losing(file.path)))
+                self.broken.append((file, error.losing(file.path)))
                 continue
             self._gather(file, state, pickle)
             if family_ties is None:
@@ -233,30 +232,33 @@ class RankHeaders:
 
         ``files`` are read only to compare small replicas.
         """
-        if self.broken and len(self.broken) == sum(len(family.files) for family in families):
+        if self.broken and len(self.broken) == sum(map(len, families)):
             raise self.broken[0][1]
         world = self.ranks.world_size(families)
         entries = entries_of(root, self.tensors, self.objects, self.tree, files)
         spared = [f for f in families if checks.are_whole_groups(f, world, entries.tensors)]
         needed = [family for family in families if family not in spared]
-        absent = {f: set(range(world)) - {file.rank for file in f.files} for f in needed}
-        missing = [family.path_of(rank) for family in needed for rank in sorted(absent[family])]
+        missing = [
+            family[0].path_of(rank)
+            for family in needed
+            for rank in checks.absent_ranks(family, world)
+        ]
         flaws = uncovered(entries.tensors) if self.broken or missing else ()
         holes = frozenset().union(*(problem.about for problem in flaws))
         # Lost files of a family damage its entries with holes, where any have, else all of it; none
         # are named when that is the whole checkpoint.
-        about: dict[Family, Collection[str]] = {}
-        for family in families:
-            held = self.held.get(family.pattern, set())
-            about[family] = held & holes or (held if len(families) > 1 else ())
+        about: dict[str, Collection[str]] = {}
+        for pattern in (family[0].pattern for family in families):
+            held = self.held.get(pattern, set())
+            about[pattern] = held & holes or (held if len(families) > 1 else ())
         problems = [
-            *(error.concerning(about[family]) for family, error in self.broken),
+            *(error.concerning(about[file.pattern]) for file, error in self.broken),
             *self.ranks.problems(families, world),
             *(
-                error.concerning(about[family])
+                error.concerning(about[family[0].pattern])
                 for family in needed
                 for error in checks.missing(
-                    family, world, entries.tensors, held=self.held.get(family.pattern, set())
+                    family, world, entries.tensors, held=self.held.get(family[0].pattern, set())
                 )
             ),
             *self.clashes,

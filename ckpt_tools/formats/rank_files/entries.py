@@ -207,25 +207,18 @@ def entries_of(
 ) -> CheckpointIndex:
     """The entries of all ranks' files, sorted by name, and what is to be said of them.
 
-    ``tensors`` and ``objects`` are what the ranks hold, by path, in the order of the ranks; these
-    give the objects their sections. ``files`` are read only to compare small replicas.
+    ``tensors`` and ``objects`` are what the ranks hold, by path, in the order of the ranks; the
+    sections of objects are found here. ``files`` are read only to compare small replicas.
     """
     whole = {path for path, held in objects.items() if not _holds_tensors(held[0][1])}
     sections = names.sections_of(list(dict.fromkeys([*tensors, *objects])), objects=whole)
-    comparison, replicas = _Comparison(files), Replicas()
-    torn: dict[str, str] = {}
+    replicas, torn, comparison = Replicas(), dict[str, str](), _Comparison(files)
     for path, parts in tensors.items():
         entry, unequal = _joined(path, sections[path], parts, comparison)
         complaint = _complaint(parts, objects.get(path, ()))
         if complaint is not None:
             replicas.complaints[entry.fqn] = complaint
-        if unequal is not None and parts[0].is_plain:
-            _add_unequal(replicas, entry, parts, *unequal)
-            continue
-        replicas.add(entry, several=len(parts) > 1)
-        if unequal is not None:
-            one, other = unequal
-            torn[entry.fqn] = f"{one.chunk.box} (ranks {one.rank} and {other.rank})"
+        torn |= _added(replicas, entry, parts, unequal)
     for path, held in objects.items():
         if path in whole or path not in tensors:  # else said of the tensor
             placed = [(rank, replace(one, section=sections[path])) for rank, one in held]
@@ -238,17 +231,19 @@ def entries_of(
             f"Replicas too large to be compared in passing: {some(uncompared)}. verify "
             "and --check compare them; a copy without --check takes those of the lowest rank."
         )
-    problems = [
-        *replicas.problems("plain tensors (no DTensors)", hint=_hint(replicas)),
-        *([replicas_differ(torn)] if torn else []),
-    ]
+    wrong = [one for one, _ in replicas.differing if isinstance(one, TensorEntry)]
+    has_layouts = any(entry.layout is not None for entry in found)
+    hint = LEAVE_OUT if has_layouts else JOINED_BY_OWNER
+    if any(entry.section == "optim" and entry.shape for entry in wrong):
+        hint = _FLAT_SHARDS
+    torn_problem = [replicas_differ(torn)] if torn else []
     return CheckpointIndex(
         root,
         "ranks",
         found,
         replicas.sorted(ObjectEntry),
         notes=tuple(notes),
-        problems=tuple(problems),
+        problems=(*replicas.problems("plain tensors (no DTensors)", hint=hint), *torn_problem),
         tree=replicas.within(tree),
     )
 
@@ -258,30 +253,30 @@ def _holds_tensors(entry: ObjectEntry) -> bool:
     return isinstance(entry.flaw, UnsupportedError)
 
 
-def _add_unequal(
+def _added(
     replicas: Replicas,
     entry: TensorEntry,
     parts: Sequence[RankTensor],
-    one: RankTensor,
-    other: RankTensor,
-) -> None:
-    """Take in a plain tensor of which these two parts differ."""
+    unequal: tuple[RankTensor, RankTensor] | None,
+) -> dict[str, str]:
+    """Take in a tensor, of which two parts may be unequal; gives the rows of a shard on which two
+    ranks differ, and which ranks these are, by its name.
+    """
+    if unequal is None:
+        replicas.add(entry, several=len(parts) > 1)
+        return {}
+    one, other = unequal
+    ranks = f"ranks {one.rank} and {other.rank}"
+    if not parts[0].is_plain:
+        replicas.add(entry, several=True)
+        return {entry.fqn: f"{one.chunk.box} ({ranks})"}
     alone = replace(entry, compared=True)
     held = (
         (part.rank, replace(alone, dtype=part.dtype, shape=part.shape, chunks=(part.chunk,)))
         for part in parts
     )
-    how = f"not the same on ranks {one.rank} and {other.rank}"
-    replicas.add_unequal(entry, held, rank=other.rank, how=how)
-
-
-def _hint(replicas: Replicas) -> str:
-    """What to do about plain tensors that differ."""
-    wrong = [one for one, _ in replicas.differing if isinstance(one, TensorEntry)]
-    if any(entry.section == "optim" and entry.shape for entry in wrong):
-        return _FLAT_SHARDS
-    has_layouts = any(entry.layout is not None for entry in replicas.sorted(TensorEntry))
-    return LEAVE_OUT if has_layouts else JOINED_BY_OWNER
+    replicas.add_unequal(entry, held, rank=other.rank, how=f"not the same on {ranks}")
+    return {}
 
 
 def _add_object(replicas: Replicas, held: Sequence[tuple[int, ObjectEntry]]) -> None:

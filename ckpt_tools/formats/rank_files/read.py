@@ -237,30 +237,25 @@ class RankHeaders:
         world = self.ranks.world_size(families)
         entries = entries_of(root, self.tensors, self.objects, self.tree, files)
         spared = [f for f in families if checks.are_whole_groups(f, world, entries.tensors)]
-        needed = [family for family in families if family not in spared]
-        missing = [
-            family[0].path_of(rank)
-            for family in needed
-            for rank in checks.absent_ranks(family, world)
-        ]
+        needed = [f for f in families if f not in spared]
+        missing = [f[0].path_of(rank) for f in needed for rank in checks.absent_ranks(f, world)]
         flaws = uncovered(entries.tensors) if self.broken or missing else ()
         holes = frozenset().union(*(problem.about for problem in flaws))
         # Lost files of a family damage its entries with holes, where any have, else all of it; none
         # are named when that is the whole checkpoint.
         about: dict[str, Collection[str]] = {}
-        for pattern in (family[0].pattern for family in families):
+        lost: list[CheckpointError] = []
+        for family in families:
+            pattern = family[0].pattern
             held = self.held.get(pattern, set())
             about[pattern] = held & holes or (held if len(families) > 1 else ())
+            if family in needed:
+                gone = checks.missing(family, world, entries.tensors, held=held)
+                lost += [error.concerning(about[pattern]) for error in gone]
         problems = [
             *(error.concerning(about[file.pattern]) for file, error in self.broken),
             *self.ranks.problems(families, world),
-            *(
-                error.concerning(about[family[0].pattern])
-                for family in needed
-                for error in checks.missing(
-                    family, world, entries.tensors, held=self.held.get(family[0].pattern, set())
-                )
-            ),
+            *lost,
             *self.clashes,
             *entries.problems,
         ]

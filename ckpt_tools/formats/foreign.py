@@ -74,10 +74,7 @@ _PADDLE = _Tool("a PaddlePaddle checkpoint", "Use paddle.load.")
 # A folder that has one of these names is the tool's, whatever else is in it. Patterns are compiled
 # when they are first needed: every command imports this.
 _FOLDERS = (
-    (
-        _DEEPSPEED,
-        r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt|.*[-_]model_states\.pt",
-    ),
+    (_DEEPSPEED, r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt|.*[-_]model_states\.pt"),
     (_ORBAX, r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt"),
     (_TORCHSNAPSHOT, r"\.snapshot_metadata"),
     # One rank alone has whole tensors, which are read.
@@ -98,10 +95,7 @@ _FILES = (
     (_ORBAX, r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
     (_TORCHSNAPSHOT, r"\.snapshot_metadata"),
     (_MSGPACK, r".*\.msgpack(\.index\.json)?"),
-    (
-        _TENSORFLOW,
-        r"saved_model\.pbtxt|saved_model\.pb|.*\.data-\d{5}-of-\d{5}|.*\.ckpt.*\.index",
-    ),
+    (_TENSORFLOW, r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|.*\.ckpt.*\.index"),
     (_GGUF, r".*\.(gguf|ggml)"),
     (_NEMO, r".*\.nemo"),
     (_PACKED, r".*\.(tgz|tar\.(gz|bz2|xz|zst))"),

@@ -127,12 +127,11 @@ class Reading(ABC):
                 self.names[path] = self.read_one(path, size)
             except CheckpointError as error:
                 self.problems.append(error)
-            self.problems[known:] = [
-                problem.concerning(by_file[path])
-                if path in by_file and not problem.about
-                else problem
-                for problem in self.problems[known:]
-            ]
+            if path in by_file:
+                self.problems[known:] = [
+                    problem if problem.about else problem.concerning(by_file[path])
+                    for problem in self.problems[known:]
+                ]
             self.files.append(FileEntry(path, size))
 
     def read_unlisted(self, file_paths: Iterable[str]) -> None:

@@ -103,7 +103,7 @@ def checked(index: CheckpointIndex, read: Read, options: ReadOptions) -> Checkpo
         return replace(index, problems=(said, *index.problems))
     if index.format not in _WHOLE or any(not problem.about for problem in index.problems):
         return index
-    found = _said_beside(index.root, partial(_read_beside, read, options, index))
+    found = _said_beside(index.root, partial(_read_beside, read, options), index)
     return index if found is None else replace(index, problems=(*index.problems, found[0]))
 
 
@@ -117,19 +117,15 @@ def whole_among(
     for path in found:
         if left and paths.absolute(path) not in others:
             left -= 1
-            said = _said_beside(path, partial(_read_beside, read, options, None))
+            said = _said_beside(path, partial(_read_beside, read, options))
             if said is not None:
                 first = first or said[0]
                 others |= said[1]
     return [path for path in found if paths.absolute(path) not in others], first
 
 
-def _read_beside(
-    read: Read, options: ReadOptions, own: CheckpointIndex | None, path: str
-) -> CheckpointIndex | None:
-    """The index of a checkpoint by itself, ``own`` where it is that; None for what is none."""
-    if own is not None and path == paths.absolute(own.root):
-        return own
+def _read_beside(read: Read, options: ReadOptions, path: str) -> CheckpointIndex | None:
+    """The index of a checkpoint by itself; None for what is none."""
     state = paths.states_now([path]).get(path)
     return None if state is None else _read_once(read, options, path, state)
 
@@ -204,12 +200,17 @@ class _Count(NamedTuple):
     glob: str | None = None
 
 
-def _said_beside(path: str, read: _ReadOrNone) -> tuple[CheckpointError, set[str]] | None:
-    """The error for a file or folder that is not a whole model, and all that are like it."""
+def _said_beside(
+    path: str, read: _ReadOrNone, index: CheckpointIndex | None = None
+) -> tuple[CheckpointError, set[str]] | None:
+    """The error for a file or folder that is not a whole model, and all that are like it.
+
+    ``index`` is its own, where that is read already.
+    """
     own = paths.absolute(path)
     counts = [count for count in _counts(own) if len(count.paths) > 1 or count.total > 1]
-    index = read(own) if counts else None
-    if index is None or not _shapes(index):
+    index = index or (read(own) if counts else None)
+    if not counts or index is None or not _shapes(index):
         return None
     part: tuple[CheckpointError, set[str]] | None = None
     for count in counts:

@@ -212,13 +212,8 @@ def entries_of(
     """
     whole = {path for path, held in objects.items() if not _holds_tensors(held[0][1])}
     sections = names.sections_of(list(dict.fromkeys([*tensors, *objects])), objects=whole)
-    replicas, torn, comparison = Replicas(), dict[str, str](), _Comparison(files)
-    for path, parts in tensors.items():
-        entry, unequal = _joined(path, sections[path], parts, comparison)
-        complaint = _complaint(parts, objects.get(path, ()))
-        if complaint is not None:
-            replicas.complaints[entry.fqn] = complaint
-        torn |= _added(replicas, entry, parts, unequal)
+    replicas = Replicas()
+    torn = _add_tensors(replicas, tensors, objects, sections, files)
     for path, held in objects.items():
         if path in whole or path not in tensors:  # else said of the tensor
             placed = [(rank, replace(one, section=sections[path])) for rank, one in held]
@@ -253,30 +248,38 @@ def _holds_tensors(entry: ObjectEntry) -> bool:
     return isinstance(entry.flaw, UnsupportedError)
 
 
-def _added(
+def _add_tensors(
     replicas: Replicas,
-    entry: TensorEntry,
-    parts: Sequence[RankTensor],
-    unequal: tuple[RankTensor, RankTensor] | None,
+    tensors: Mapping[Path, Sequence[RankTensor]],
+    objects: Mapping[Path, Sequence[tuple[int, ObjectEntry]]],
+    sections: Mapping[Path, Section],
+    files: Files,
 ) -> dict[str, str]:
-    """Take in a tensor, of which two parts may be unequal; gives the rows of a shard on which two
-    ranks differ, and which ranks these are, by its name.
+    """Take in the tensors as the ranks hold them; gives the rows of shards on which two ranks
+    differ, and which ranks these are, by the names of the tensors.
     """
-    if unequal is None:
-        replicas.add(entry, several=len(parts) > 1)
-        return {}
-    one, other = unequal
-    ranks = f"ranks {one.rank} and {other.rank}"
-    if not parts[0].is_plain:
-        replicas.add(entry, several=True)
-        return {entry.fqn: f"{one.chunk.box} ({ranks})"}
-    alone = replace(entry, compared=True)
-    held = (
-        (part.rank, replace(alone, dtype=part.dtype, shape=part.shape, chunks=(part.chunk,)))
-        for part in parts
-    )
-    replicas.add_unequal(entry, held, rank=other.rank, how=f"not the same on {ranks}")
-    return {}
+    comparison, torn = _Comparison(files), dict[str, str]()
+    for path, parts in tensors.items():
+        entry, unequal = _joined(path, sections[path], parts, comparison)
+        complaint = _complaint(parts, objects.get(path, ()))
+        if complaint is not None:
+            replicas.complaints[entry.fqn] = complaint
+        if unequal is None:
+            replicas.add(entry, several=len(parts) > 1)
+            continue
+        one, other = unequal
+        ranks = f"ranks {one.rank} and {other.rank}"
+        if not parts[0].is_plain:
+            replicas.add(entry, several=True)
+            torn[entry.fqn] = f"{one.chunk.box} ({ranks})"
+            continue
+        alone = replace(entry, compared=True)
+        held = [
+            (part.rank, replace(alone, dtype=part.dtype, shape=part.shape, chunks=(part.chunk,)))
+            for part in parts
+        ]
+        replicas.add_unequal(entry, held, rank=other.rank, how=f"not the same on {ranks}")
+    return torn
 
 
 def _add_object(replicas: Replicas, held: Sequence[tuple[int, ObjectEntry]]) -> None:

@@ -39,10 +39,9 @@ def families_of(listings: Sequence[Sequence[RankFile]], *, where: str) -> tuple[
     by_rank: dict[tuple[str, int], RankFile] = {}
     for rank, files in enumerate(listings):
         for file in files:
-            if file.rank == rank:
-                by_rank[file.pattern, rank] = file
-            else:
-                by_rank.setdefault((file.pattern, file.rank), file)
+            place = file.pattern, file.rank
+            if file.rank == rank or place not in by_rank:
+                by_rank[place] = file
     if not by_rank:
         raise IncompleteError(
             f"{where} holds no file of any rank.",

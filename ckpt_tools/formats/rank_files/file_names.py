@@ -13,7 +13,7 @@ from glob import escape
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.core.text import counted
-from ckpt_tools.errors import UnsupportedError, UsageError, paths_instead
+from ckpt_tools.errors import CkptError, UnsupportedError, UsageError, paths_instead
 
 _RANK = re.compile(r"(?i)(?<![a-z])rank[-_.]?(\d+)(?:[-_]?of[-_]?(\d+))?(?=[-_.])")
 _WORLD = re.compile(r"(?i)(?<![a-z])world[-_]?size[-_]?(\d+)(?=[-_.])")
@@ -109,21 +109,13 @@ def joined(families: Sequence[Family], *, where: str) -> tuple[Family, ...]:
         return tuple(family for _, family in order)
     listing = [f"  {f[0].pattern}  ({counted(len(f), 'file')})" for f in families]
     instead = paths_instead(where, [os.path.join(escape(where), one.pattern) for one in firsts])
-    hint = "Choose one with a quoted glob."
+    kind: type[CkptError] = UsageError
+    held = "several families of rank files, which are not one checkpoint"
     if len(sizes) > 1:
-        shown = " and ".join(map(str, sizes))
-        raise UnsupportedError(
-            f"{where} holds files of {len(sizes)} world sizes, {shown}, of different saves:",
-            *listing,
-            hint=hint,
-            instead=instead,
-        )
-    raise UsageError(
-        f"{where} holds several families of rank files, which are not one checkpoint:",
-        *listing,
-        hint=hint,
-        instead=instead,
-    )
+        kind, shown = UnsupportedError, " and ".join(map(str, sizes))
+        held = f"files of {len(sizes)} world sizes, {shown}, of different saves"
+    hint = "Choose one with a quoted glob."
+    raise kind(f"{where} holds {held}:", *listing, hint=hint, instead=instead)
 
 
 def _part(name: str) -> str | None:

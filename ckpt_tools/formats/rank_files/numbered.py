@@ -23,6 +23,7 @@ from ckpt_tools.formats.torch_file.open import open_saved
 from ckpt_tools.storage.reader import Files
 
 _NUMBER = re.compile(r"\d+")
+_SEVERAL_SAVES = "They are of several saves; choose the files of one with a quoted glob."
 _LAST_STAR = re.compile(r"\*\D*\Z")
 
 
@@ -114,17 +115,14 @@ def _family(pattern: str, group: Sequence[str], options: ReadOptions) -> Family:
         if other.path != path:
             raise UnsupportedError(
                 f"{other.path} and {os.path.basename(path)} were both saved by rank {rank}.",
-                hint="They are of several saves; choose the files of one with a quoted glob.",
+                hint=_SEVERAL_SAVES,
             )
+    held = f"{len(group)} files {pattern} hold the shards of a mesh of {size} ranks"
     if len(group) < size:
         raise IncompleteError(
-            f"{len(group)} files {pattern} hold the shards of a mesh of {size} ranks: "
-            f"{some([os.path.basename(path) for path in group])}.",
+            f"{held}: {some([os.path.basename(path) for path in group])}.",
             hint="Bring the files of the other ranks into the same folder.",
         )
     if len(group) > size:
-        raise UnsupportedError(
-            f"{len(group)} files {pattern} hold the shards of a mesh of {size} ranks.",
-            hint="They are of several saves; choose the files of one with a quoted glob.",
-        )
+        raise UnsupportedError(f"{held}.", hint=_SEVERAL_SAVES)
     return tuple(ranks[rank] for rank in sorted(ranks))

@@ -146,7 +146,12 @@ class RankHeaders:
             except UnreadableError as error:
                 self.broken.append((file, error.losing(file.path)))
                 continue
-            self._gather(file, state, pickle)
+            for leaf in state.objects:
+                part = file.rank, leaf.entry("other", pickle)  # all names together say the section
+                self.objects.setdefault(leaf.path, []).append(part)
+            self._add_tree(state.tree, file.path)
+            self.ranks.see(file, [leaf.stored for leaf in state.tensors])
+            self._hold(file.pattern, set(state.tree.leaves()))
             if family_ties is None:
                 family_ties = ties.tied(state.tensors)
             elif family_ties:
@@ -156,7 +161,10 @@ class RankHeaders:
     def _state(
         self, file: RankFile, opened: Callable[[], SavedFile], files: Files, *, contained: bool
     ) -> tuple[StateDict, ByteRange]:
-        """The leaves of one file, in the container they belong into, and its pickle's place."""
+        """The leaves of one file, in the container they belong into, and its pickle's place.
+
+        The parts of its tensors are taken in, all of them or, where one cannot be read, none.
+        """
         self.sizes[file.path] = files.size(file.path)
         saved = opened()
         container: tuple[str, ...] = ()
@@ -173,22 +181,15 @@ class RankHeaders:
             self.tensors.setdefault(leaf.path, []).extend(held)
         return state, saved.pickle
 
-    def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange) -> None:
-        self._add_tree(state.tree, file.path)
-        for leaf in state.objects:
-            part = file.rank, leaf.entry("other", pickle)  # all names together say the section
-            self.objects.setdefault(leaf.path, []).append(part)
-        self.ranks.see(file, [leaf.stored for leaf in state.tensors])
-        held = self.held.setdefault(file.pattern, set())
-        own = set(state.tree.leaves())
-        for pattern, others in self.held.items():
-            twins = own & others if pattern != file.pattern else ()
-            if twins:
+    def _hold(self, pattern: str, own: set[str]) -> None:
+        """Take in the names in a file of a pattern. Raises UnsupportedError for a name in two."""
+        for other, held in self.held.items():
+            if other != pattern and not held.isdisjoint(own):
                 raise UnsupportedError(
-                    f"{min(twins)} is in the files {pattern} and in {file.pattern}.",
+                    f"{min(held & own)} is in the files {other} and in {pattern}.",
                     hint="Choose one of them with a quoted glob.",
                 )
-        held |= own
+        self.held.setdefault(pattern, set()).update(own)
 
     def _keep_closed(self, file: RankFile, error: CheckpointError) -> None:
         """Keep a file of other state that cannot be opened as one opaque object."""
@@ -209,7 +210,7 @@ class RankHeaders:
         self.ranks.seats += other.ranks.seats
         self.sizes |= other.sizes
         for pattern, held in other.held.items():
-            self.held.setdefault(pattern, set()).update(held)
+            self._hold(pattern, held)
         self.notes += other.notes
 
     def _add_tree(self, tree: Branch[str], where: str) -> None:

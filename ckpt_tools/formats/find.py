@@ -195,7 +195,7 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
 
     before = paths.states_now(matched)
     are_of_ranks = any(rank_of(one) is not None for one in matched)
-    are_parts = not are_of_ranks and slices.are_numbered(matched)
+    are_parts = not are_of_ranks and slices.numbers_of(matched) is not None
     is_joined = are_parts and not numbered.are_rank_files(matched)
     read = of_files.read_index if is_joined else of_ranks.read_index
     index = slices.checked(read(matched, options=options), _read_format, options)

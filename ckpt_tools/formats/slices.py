@@ -239,13 +239,10 @@ def both_hold(first: str, second: str, fqns: Sequence[str]) -> CheckpointError:
     )
 
 
-def are_numbered(files: Sequence[str]) -> bool:
-    """Whether the names of these files differ in one number alone."""
-    return _varying(files) is not None
-
-
-def _varying(files: Sequence[str]) -> tuple[set[int], str] | None:
-    """The numbers in which alone the names of files differ, and what stands behind them."""
+def numbers_of(files: Sequence[str]) -> tuple[set[int], str] | None:
+    """The numbers in which alone the names of files differ, and what stands behind them; None where
+    they differ in anything else.
+    """
     split = [re.split(r"(\d+)", os.path.basename(path)) for path in files]
     columns = list(zip(*split, strict=False))
     varying = [at for at, words in enumerate(columns) if len(set(words)) > 1]
@@ -259,7 +256,7 @@ def lost_between(files: Sequence[str]) -> IncompleteError | None:
     """The error for files that are numbered with gaps, not from 0 or 1 on, or not up to N."""
     from ckpt_tools.formats.numbered import absent  # late, as below
 
-    numbers, behind = _varying(files) or (set(), "")
+    numbers, behind = numbers_of(files) or (set(), "")
     total = re.match(_OF, behind)
     top = int(total[1]) - (0 in numbers) if total else max(numbers, default=0)
     lost = absent(numbers, top)

@@ -95,10 +95,6 @@ class Ranks:
                 f"The names say {world} ranks, but the files' mesh {mesh} has {mesh.size}.",
                 hint=_MIXED,
             )
-        yield from self._wrong_names()
-        yield from self._twins(world)
-
-    def _wrong_names(self) -> Iterator[CheckpointError]:
         wrong = [seat for seat in self.seats if seat.rank not in (None, seat.file.rank)]
         if wrong:
             file, rank = wrong[0].file, wrong[0].rank
@@ -107,6 +103,7 @@ class Ranks:
                 f"{file.path} is of rank {file.rank} by its name, but rank {rank} saved it.{more}",
                 hint="It was copied or renamed. Bring back the file of that rank.",
             )
+        yield from self._twins(world)
 
     def _twins(self, world: int) -> Iterator[CheckpointError]:
         seats: dict[tuple[str, Mesh, tuple[int, ...]], list[RankFile]] = {}

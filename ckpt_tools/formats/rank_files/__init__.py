@@ -33,17 +33,23 @@ class _RankFiles(TorchSave):
         return None if named is None else named.rank
 
     def loader(self, index: CheckpointIndex, *, asked: str | None) -> tuple[str, str]:
+        from importlib.metadata import PackageNotFoundError, version
+
         from ckpt_tools.formats.torch_file import generations
 
+        try:
+            installed = version("torch")
+        except PackageNotFoundError:
+            installed = None
         known = (
             (asked, "as --torch-version says"),
             (index.torch_version, "which wrote the source"),
-            (_installed_torch(), "which is installed here"),
+            (installed, "which is installed here"),
             (str(generations.NEWEST), "the newest known (no torch is installed here)"),
         )
-        version, why = next((text, why) for text, why in known if text is not None)
-        row = generations.generation_of(generations.parse_version(version), why=f", {why}")
-        return version, f"The rank files are for torch {row}, {why}; --torch-version names another."
+        chosen, why = next((text, why) for text, why in known if text is not None)
+        row = generations.generation_of(generations.parse_version(chosen), why=f", {why}")
+        return chosen, f"The rank files are for torch {row}, {why}; --torch-version names another."
 
     def plan_files(
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
@@ -71,16 +77,6 @@ def globs_of(paths: Sequence[str]) -> list[str]:
         above = os.sep.join(place[: -1 - pattern.count(os.sep)])
         globs.append(os.path.join(escape(above), pattern))
     return globs
-
-
-def _installed_torch() -> str | None:
-    """The version of torch that would be imported; None on a machine without it."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return None
 
 
 FORMAT = _RankFiles()

@@ -214,11 +214,8 @@ def absent_replicas(families: Sequence[Family], world: int) -> Iterator[str]:
     """A note on the ranks that are absent."""
     for family in families:
         absent = absent_ranks(family, world)
-        own = (
-            " State that each of them saved for itself is missing."
-            if holds_other_state(family[0].family)
-            else ""
-        )
+        is_own = holds_other_state(family[0].family)
+        own = " State that each of them saved for itself is missing." if is_own else ""
         yield (
             f"{family[0].pattern}: the replicas of ranks {rank_spans(absent)} are absent; the "
             f"{len(family)} files that are there hold every row.{own}"

@@ -46,11 +46,7 @@ _FLAT_SHARDS = (
 MAX_COMPARED = 1 << 20
 _MAX_COMPARED_IN_ALL = 512 << 20
 _PLAIN = "plain tensor"
-_KINDS = {
-    StoredTensor: _PLAIN,
-    StoredDTensor: "DTensor",
-    StoredPieces: "CheckpointableTensor",
-}
+_KINDS = {StoredTensor: _PLAIN, StoredDTensor: "DTensor", StoredPieces: "CheckpointableTensor"}
 
 
 class RankTensor(NamedTuple):

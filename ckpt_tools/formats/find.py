@@ -82,12 +82,11 @@ def read_written(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoi
         if paths.is_unfinished(place):
             paths.refuse_unfinished(place)
     index, shown_by = _read_place(place, options)
-    framework = index.framework
     notes = list(index.notes)
     if paths.normal(place) != paths.normal(path):
         notes.insert(0, f"Reading {place}.")
     if shown_by is not None:
-        notes.append(f"Framework: {framework}, recognized by {shown_by}.")
+        notes.append(f"Framework: {index.framework}, recognized by {shown_by}.")
     others = _beside(place, [file.path for file in index.files])
     others = [name for name in others if not any(name in note for note in index.notes)]
     if others:

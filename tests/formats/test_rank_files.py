@@ -185,6 +185,16 @@ def test_replicas_that_differ_are_refused_by_every_engine(tmp_path: Path, engine
         (read if engine == "copy" else read_by_ranks)(tmp_path).require_whole()
 
 
+@pytest.mark.parametrize("engine", ["copy", "gather"])
+def test_a_name_in_two_families_is_refused_by_every_engine(tmp_path: Path, engine: str) -> None:
+    model, optim = {"x": W}, {"optim": {"m": W}}
+    for rank, states in enumerate([(model, optim), ({"y": W}, optim | {"model": model})]):
+        for name, state in zip(("model", "optim"), states, strict=True):
+            torch.save(state, tmp_path / f"{name}_world_size_2_rank_{rank}.pt")
+    with pytest.raises(UnsupportedError, match=r"model\.x is in the files "):
+        (read if engine == "copy" else read_by_ranks)(tmp_path)
+
+
 def test_partial_sums_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
         mesh = mesh_of((2,), rank)

@@ -127,16 +127,8 @@ def _joined(
     return replace(entry, compared=compared), unequal
 
 
-def _complaint(
-    parts: Sequence[RankTensor], objects: Sequence[tuple[int, ObjectEntry]]
-) -> str | None:
-    """Why a tensor cannot be used: a part that cannot be placed, or what two ranks say differently
-    of it; ``objects`` are what other ranks hold of this name that is not read as a tensor.
-    """
-    first = parts[0]
-    flaws = [part.flaw for part in parts if part.flaw is not None]
-    if flaws:
-        return flaws[0]
+def _disagreement(first: RankTensor, parts: Sequence[RankTensor]) -> str | None:
+    """What two ranks say differently of one tensor, or None."""
     for part in parts:
         both, what = (first, part), "it is"
         layouts = [one.layout for one in both if one.layout is not None]
@@ -151,9 +143,6 @@ def _complaint(
         else:
             continue
         return f"{what} {said[0]} on rank {first.rank} and {said[1]} on rank {part.rank}"
-    if objects and _holds_tensors(objects[0][1]):
-        rank, entry = objects[0]
-        return f"it is read on rank {first.rank}, and on rank {rank} it is a {entry.type_name}"
     return None
 
 
@@ -197,23 +186,29 @@ def elements(part: RankTensor, files: Files) -> bytes:
 def entries_of(
     root: str,
     tensors: Mapping[Path, Sequence[RankTensor]],
-    objects: Mapping[Path, Sequence[tuple[int, ObjectEntry]]],
+    objects: Mapping[Path, Sequence[ObjectEntry]],
     tree: Branch[str],
+    ranks: Mapping[str, int],
     files: Files,
 ) -> CheckpointIndex:
     """The entries of all ranks' files, sorted by name, and what is to be said of them.
 
     ``tensors`` and ``objects`` are what the ranks hold, by path, in the order of the ranks; the
-    sections of objects are found here. ``files`` are read only to compare small replicas.
+    sections of objects are found here. ``ranks`` are those of the files, by their paths. ``files``
+    are read only to compare small replicas.
     """
-    whole = {path for path, held in objects.items() if not _holds_tensors(held[0][1])}
-    sections = names.sections_of(list(dict.fromkeys([*tensors, *objects])), objects=whole)
+    unread = {path: held[0] for path, held in objects.items() if _holds_tensors(held[0])}
+    every = list(dict.fromkeys([*tensors, *objects]))
+    sections = names.sections_of(every, objects=objects.keys() - unread.keys())
     replicas = Replicas()
-    torn = _add_tensors(replicas, tensors, objects, sections, files)
+    for path in [path for path in unread if path in tensors]:
+        here, one = tensors[path][0].rank, unread[path]
+        there = f"on rank {ranks[one.data.path]} it is a {one.type_name}"
+        replicas.complaints[one.fqn] = f"it is read on rank {here}, and {there}"
+    torn = _add_tensors(replicas, tensors, sections, files)
     for path, held in objects.items():
-        if path in whole or path not in tensors:  # else said of the tensor
-            placed = [(rank, replace(one, section=sections[path])) for rank, one in held]
-            _add_object(replicas, placed)
+        if path not in unread or path not in tensors:  # else said of the tensor
+            _add_object(replicas, held, sections[path], ranks)
     found = replicas.sorted(TensorEntry)
     notes = list(replicas.notes())
     uncompared = [entry.fqn for entry in found if not entry.compared]
@@ -223,8 +218,7 @@ def entries_of(
             "and --check compare them; a copy without --check takes those of the lowest rank."
         )
     wrong = [one for one, _ in replicas.differing if isinstance(one, TensorEntry)]
-    has_layouts = any(entry.layout is not None for entry in found)
-    hint = LEAVE_OUT if has_layouts else JOINED_BY_OWNER
+    hint = LEAVE_OUT if any(entry.layout is not None for entry in found) else JOINED_BY_OWNER
     if any(entry.section == "optim" and entry.shape for entry in wrong):
         hint = _FLAT_SHARDS
     torn_problem = [replicas_differ(torn)] if torn else []
@@ -247,7 +241,6 @@ def _holds_tensors(entry: ObjectEntry) -> bool:
 def _add_tensors(
     replicas: Replicas,
     tensors: Mapping[Path, Sequence[RankTensor]],
-    objects: Mapping[Path, Sequence[tuple[int, ObjectEntry]]],
     sections: Mapping[Path, Section],
     files: Files,
 ) -> dict[str, str]:
@@ -257,34 +250,39 @@ def _add_tensors(
     comparison, torn = _Comparison(files), dict[str, str]()
     for path, parts in tensors.items():
         entry, unequal = _joined(path, sections[path], parts, comparison)
-        complaint = _complaint(parts, objects.get(path, ()))
+        flaws = (part.flaw for part in parts if part.flaw is not None)
+        complaint = next(flaws, None) or _disagreement(parts[0], parts)
         if complaint is not None:
             replicas.complaints[entry.fqn] = complaint
         if unequal is None:
             replicas.add(entry, several=len(parts) > 1)
             continue
         one, other = unequal
-        ranks = f"ranks {one.rank} and {other.rank}"
+        two = f"ranks {one.rank} and {other.rank}"
         if not parts[0].is_plain:
             replicas.add(entry, several=True)
-            torn[entry.fqn] = f"{one.chunk.box} ({ranks})"
+            torn[entry.fqn] = f"{one.chunk.box} ({two})"
             continue
         alone = replace(entry, compared=True)
         held = [
             (part.rank, replace(alone, dtype=part.dtype, shape=part.shape, chunks=(part.chunk,)))
             for part in parts
         ]
-        replicas.add_unequal(entry, held, rank=other.rank, how=f"not the same on {ranks}")
+        replicas.add_unequal(entry, held, rank=other.rank, how=f"not the same on {two}")
     return torn
 
 
-def _add_object(replicas: Replicas, held: Sequence[tuple[int, ObjectEntry]]) -> None:
+def _add_object(
+    replicas: Replicas, held: Sequence[ObjectEntry], section: Section, ranks: Mapping[str, int]
+) -> None:
     """Take in an object as the ranks hold it; what is not opened is equal to no other."""
-    lowest, first = held[0]
-    for rank, other in () if _holds_tensors(first) else held[1:]:
+    first = replace(held[0], section=section)
+    for other in () if _holds_tensors(first) else held[1:]:
         are_opened = first.opened and other.opened
         if not are_opened or not are_same(other.value, first.value):
-            values = f"{first.value!r} on rank {lowest} and {other.value!r} on rank {rank}"
-            replicas.add_unequal(first, held, rank=rank, how=values if are_opened else "")
+            own = [(ranks[one.data.path], replace(one, section=section)) for one in held]
+            rank = ranks[other.data.path]
+            values = f"{first.value!r} on rank {own[0][0]} and {other.value!r} on rank {rank}"
+            replicas.add_unequal(first, own, rank=rank, how=values if are_opened else "")
             return
     replicas.add(first, several=len(held) > 1)

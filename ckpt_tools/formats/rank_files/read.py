@@ -120,7 +120,7 @@ class RankHeaders:
     """
 
     tensors: dict[Path, list[RankTensor]] = field(default_factory=dict)
-    objects: dict[Path, list[tuple[int, ObjectEntry]]] = field(default_factory=dict)
+    objects: dict[Path, list[ObjectEntry]] = field(default_factory=dict)
     tree: Branch[str] = NO_TREE
     ranks: checks.Ranks = field(default_factory=checks.Ranks)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -147,11 +147,14 @@ class RankHeaders:
                 self.broken.append((file, error.losing(file.path)))
                 continue
             for leaf in state.objects:
-                part = file.rank, leaf.entry("other", pickle)  # all names together say the section
-                self.objects.setdefault(leaf.path, []).append(part)
+                alike = self.objects.setdefault(leaf.path, [])
+                # Names are kept once; all of them together say what section they are of.
+                named = leaf._replace(fqn=alike[0].fqn, path=alike[0].path) if alike else leaf
+                alike.append(named.entry("other", pickle))
             self._add_tree(state.tree, file.path)
             self.ranks.see(file, [leaf.stored for leaf in state.tensors])
-            self._hold(file.pattern, set(state.tree.leaves()))
+            own = {leaf.fqn for leaf in state.tensors} | {leaf.fqn for leaf in state.objects}
+            self._hold(file.pattern, own)
             if family_ties is None:
                 family_ties = ties.tied(state.tensors)
             elif family_ties:
@@ -196,7 +199,7 @@ class RankHeaders:
         data = ByteRange(file.path, 0, self.sizes[file.path])
         path = (file.family, f"rank_{file.rank}")
         entry = ObjectEntry(names.join(path), path, "other", data, type_name="torch.save file")
-        self.objects[path] = [(file.rank, entry)]
+        self.objects[path] = [entry]
         self.notes.append(f"Kept closed: {error.message}")
 
     def add(self, other: RankHeaders, whose: str) -> None:
@@ -236,7 +239,8 @@ class RankHeaders:
         if self.broken and len(self.broken) == sum(map(len, families)):
             raise self.broken[0][1]
         world = self.ranks.world_size(families)
-        entries = entries_of(root, self.tensors, self.objects, self.tree, files)
+        ranks = {file.path: file.rank for family in families for file in family}
+        entries = entries_of(root, self.tensors, self.objects, self.tree, ranks, files)
         spared = [f for f in families if checks.are_whole_groups(f, world, entries.tensors)]
         needed = [f for f in families if f not in spared]
         missing = [f[0].path_of(rank) for f in needed for rank in checks.absent_ranks(f, world)]

@@ -197,17 +197,17 @@ def entries_of(
     sections of objects are found here. ``ranks`` are those of the files, by their paths. ``files``
     are read only to compare small replicas.
     """
-    unread = {path: held[0] for path, held in objects.items() if _holds_tensors(held[0])}
-    every = list(dict.fromkeys([*tensors, *objects]))
-    sections = names.sections_of(every, objects=objects.keys() - unread.keys())
+    whole = {path for path, held in objects.items() if not _holds_tensors(held[0])}
+    sections = names.sections_of(list(dict.fromkeys([*tensors, *objects])), objects=whole)
     replicas = Replicas()
-    for path in [path for path in unread if path in tensors]:
-        here, one = tensors[path][0].rank, unread[path]
-        there = f"on rank {ranks[one.data.path]} it is a {one.type_name}"
-        replicas.complaints[one.fqn] = f"it is read on rank {here}, and {there}"
+    for path in [path for path in objects if path in tensors]:
+        here, one = tensors[path][0].rank, objects[path][0]
+        there = f"on rank {ranks[one.data.path]} it is a {one.type_name or 'plain value'}"
+        how = "a tensor" if path in whole else "read"
+        replicas.complaints[one.fqn] = f"it is {how} on rank {here}, and {there}"
     torn = _add_tensors(replicas, tensors, sections, files)
     for path, held in objects.items():
-        if path not in unread or path not in tensors:  # else said of the tensor
+        if path not in tensors:  # else said of the tensor
             _add_object(replicas, held, sections[path], ranks)
     found = replicas.sorted(TensorEntry)
     notes = list(replicas.notes())

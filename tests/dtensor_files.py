@@ -82,8 +82,8 @@ def read_by_ranks(folder: Path) -> CheckpointIndex:
     listing = exchange.listing(where)
     families = exchange.families_of([listing], where=where)
     headers = [
-        exchange.read_headers(families, rank=file.rank, where=where, options=ReadOptions())
-        for file in listing
+        exchange.read_headers(families, rank=rank, where=where, options=ReadOptions())
+        for rank in sorted({file.rank for file in listing})
     ]
     return exchange.joined_index(where, headers, families)
 

@@ -286,7 +286,8 @@ def _for_torch(
     loader = formats.named(options.format).loader(index, asked=options.torch_version)
     if loader is None:
         return options, ()
-    return replace(options, torch_version=loader.torch_version), (loader.note,)
+    version, note = loader
+    return replace(options, torch_version=version), (note,)
 
 
 def _keeps_items(options: ReshardOptions) -> bool:

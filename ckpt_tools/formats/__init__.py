@@ -11,7 +11,7 @@ from ckpt_tools.formats.find import (
     run_of,
     steps_in,
 )
-from ckpt_tools.formats.protocol import Format, PlanOptions, ReadOptions, Writes
+from ckpt_tools.formats.protocol import PlanOptions, ReadOptions, Writes
 from ckpt_tools.formats.registry import (
     FORMATS,
     SMALL_OBJECT,
@@ -37,7 +37,6 @@ from ckpt_tools.formats.runs import Saved
 __all__ = [
     "FORMATS",
     "SMALL_OBJECT",
-    "Format",
     "PlanOptions",
     "ReadOptions",
     "Saved",

@@ -82,12 +82,11 @@ def read_written(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoi
         if paths.is_unfinished(place):
             paths.refuse_unfinished(place)
     index, shown_by = _read_place(place, options)
-    framework = index.framework
     notes = list(index.notes)
     if paths.normal(place) != paths.normal(path):
         notes.insert(0, f"Reading {place}.")
     if shown_by is not None:
-        notes.append(f"Framework: {framework}, recognized by {shown_by}.")
+        notes.append(f"Framework: {index.framework}, recognized by {shown_by}.")
     others = _beside(place, [file.path for file in index.files])
     others = [name for name in others if not any(name in note for note in index.notes)]
     if others:
@@ -195,7 +194,7 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
 
     before = paths.states_now(matched)
     are_of_ranks = any(rank_of(one) is not None for one in matched)
-    are_parts = not are_of_ranks and slices.are_numbered(matched)
+    are_parts = not are_of_ranks and slices.numbers_of(matched) is not None
     is_joined = are_parts and not numbered.are_rank_files(matched)
     read = of_files.read_index if is_joined else of_ranks.read_index
     index = slices.checked(read(matched, options=options), _read_format, options)
@@ -295,37 +294,29 @@ def member(path: str) -> str:
 
 
 def _followed(path: str) -> str:
-    """Where a link leads that git or an archive turned into a text file, or a model's folder in the
-    cache of Hugging Face; else the path itself.
+    """Where a link leads that git or an archive turned into a text file; else the path itself.
 
     Such a file holds nothing but the path of something that is there (``latest-rank0.pt`` of
-    Composer is a link by birth). Links of the file system need no help.
+    Composer is a link by birth). Links of the file system need no help. In the cache of Hugging
+    Face, ``refs/main`` of a model's folder ``models--org--name`` names one of its snapshots.
     """
-    if not paths.is_address(path) and os.path.isdir(path):
-        return _snapshot_of(path) or path
-    if paths.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
+    is_model = os.path.isdir(path) and os.path.basename(paths.absolute(path)).startswith("models--")
+    link = os.path.join(path, "refs", "main") if is_model else path
+    if paths.is_address(path) or not os.path.isfile(link) or os.path.getsize(link) > _MAX_LINK:
         return path
-    with open(paths.open_file(path), "rb") as file:
-        text = file.read(_MAX_LINK)
+    with open(paths.open_file(link), "rb") as file:
+        data = file.read(_MAX_LINK)
     try:
-        target = os.path.join(os.path.dirname(path), text.decode())
+        text = data.decode()
     except UnicodeDecodeError:
         return path
-    is_path = text.strip() == text and text and b"\n" not in text and b"\0" not in text
+    if is_model:
+        revision = text.strip()
+        target = os.path.join(path, "snapshots", revision)
+        return target if re.fullmatch(r"\w+", revision) and os.path.isdir(target) else path
+    target = os.path.join(os.path.dirname(path), text)
+    is_path = text.strip() == text and text and "\n" not in text and "\0" not in text
     return target if is_path and os.path.exists(target) else path
-
-
-def _snapshot_of(folder: str) -> str | None:
-    """What ``refs/main`` names in ``models--org--name`` of Hugging Face's cache; None elsewhere."""
-    named = os.path.join(folder, "refs", "main")
-    is_model = os.path.basename(paths.absolute(folder)).startswith("models--")
-    if not is_model or not os.path.isfile(named):
-        return None
-    with open(paths.open_file(named), "rb") as file:
-        revision = file.read(_MAX_LINK).decode("ascii", "replace").strip()
-    snapshot = os.path.join(folder, "snapshots", revision)
-    is_one = re.fullmatch(r"\w+", revision) and os.path.isdir(snapshot)
-    return snapshot if is_one else None
 
 
 def _inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:

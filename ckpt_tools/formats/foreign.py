@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
@@ -74,10 +73,7 @@ _PADDLE = _Tool("a PaddlePaddle checkpoint", "Use paddle.load.")
 # A folder that has one of these names is the tool's, whatever else is in it. Patterns are compiled
 # when they are first needed: every command imports this.
 _FOLDERS = (
-    (
-        _DEEPSPEED,
-        r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt|.*[-_]model_states\.pt",
-    ),
+    (_DEEPSPEED, r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt|.*[-_]model_states\.pt"),
     (_ORBAX, r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt"),
     (_TORCHSNAPSHOT, r"\.snapshot_metadata"),
     # One rank alone has whole tensors, which are read.
@@ -85,12 +81,8 @@ _FOLDERS = (
 )
 # And a folder with a JSON file that begins with this: the tool, the file, and what is said of it.
 _JSON_FILES = (
-    (
-        _MEGATRON,
-        "metadata.json",
-        rb'"sharded_backend"\s*:\s*"(?!torch_dist")',  # which is DCP, and read
-        "a sharded_backend",
-    ),
+    # That of torch_dist is DCP, and read.
+    (_MEGATRON, "metadata.json", rb'"sharded_backend"\s*:\s*"(?!torch_dist")', "a sharded_backend"),
     (_NANOTRON, "checkpoint_metadata.json", rb'"tp"\s*:\s*\d', "a count of tp ranks"),
 )
 _FILES = (
@@ -98,10 +90,7 @@ _FILES = (
     (_ORBAX, r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
     (_TORCHSNAPSHOT, r"\.snapshot_metadata"),
     (_MSGPACK, r".*\.msgpack(\.index\.json)?"),
-    (
-        _TENSORFLOW,
-        r"saved_model\.pbtxt|saved_model\.pb|.*\.data-\d{5}-of-\d{5}|.*\.ckpt.*\.index",
-    ),
+    (_TENSORFLOW, r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|.*\.ckpt.*\.index"),
     (_GGUF, r".*\.(gguf|ggml)"),
     (_NEMO, r".*\.nemo"),
     (_PACKED, r".*\.(tgz|tar\.(gz|bz2|xz|zst))"),
@@ -226,28 +215,20 @@ def _of_folder(folder: str) -> tuple[_Tool, str] | None:
     for tool, name, sign, said in _JSON_FILES:
         if name in names and re.search(sign, paths.head(os.path.join(folder, name), 1024)):
             return tool, f"{said} in its {name}"
-    shown = _sign_of_universal(folder, names) if names else None
-    if shown is not None:
-        return _UNIVERSAL, shown
+    # DeepSpeed's universal format: the folder ``zero`` of a step has optimizer_state.pt, and for
+    # each parameter a folder with fp32.pt, exp_avg.pt and such. Known are the step's folder and
+    # all below it.
+    place = paths.absolute(folder)
+    around = (os.path.join(place, "zero") if "zero" in names else place, os.path.dirname(place))
+    zero = next((path for path in around if os.path.basename(path) == "zero"), None)
+    if names and zero is not None and paths.is_file(os.path.join(zero, "optimizer_state.pt")):
+        signs = (name for name in ("zero", "optimizer_state.pt") if name in names)
+        return _UNIVERSAL, next(signs, names[0])
     for tool, pattern in _FOLDERS:
         seen = next((name for name in names if re.fullmatch(pattern, name)), None)
         if seen is not None:
             return tool, seen
     return None
-
-
-def _sign_of_universal(folder: str, names: Sequence[str]) -> str | None:
-    """What shows that a folder is of DeepSpeed's universal format: the step's, or one below it.
-
-    Its folder ``zero`` has optimizer_state.pt, and for each parameter a folder with fp32.pt,
-    exp_avg.pt and such.
-    """
-    sign = next((name for name in ("zero", "optimizer_state.pt") if name in names), names[0])
-    place = paths.absolute(folder)
-    known = [os.path.join(place, "zero")] if sign == "zero" else [place, os.path.dirname(place)]
-    zero = next((path for path in known if os.path.basename(path) == "zero"), None)
-    is_one = zero is not None and paths.is_file(os.path.join(zero, "optimizer_state.pt"))
-    return sign if is_one else None
 
 
 def _of_name(name: str) -> _Tool | None:

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from posixpath import basename
-from typing import NamedTuple
 
 from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.text import is_name, is_text, some
@@ -36,20 +35,6 @@ NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
 _HEAD = 64 << 10  # bytes of each file of a store, which are asked for together: most headers
 _SHOWN = 3  # names shown of a longer list
 _MOST_MISSING = 1000  # a gap in numbers is not listed further than this
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """An index JSON: which file holds which tensor, by full path, and the bytes of all tensors."""
-
-    path: str
-    weight_map: dict[str, str]
-    total_size: int | None
-
-    @property
-    def name(self) -> str:
-        """The name of the index JSON."""
-        return basename(self.path)
 
 
 def names_in(folder: str, suffix: str) -> list[str]:
@@ -78,8 +63,11 @@ def index_among(folder: str, names: Iterable[str]) -> str | None:
     return paths.joined(folder, listed[0]) if listed else None
 
 
-def parse_index(path: str, files: Files) -> Index:
-    """An index JSON, checked. Raises UnreadableError when it is not sound."""
+def parse_index(path: str, files: Files) -> tuple[dict[str, str], int | None]:
+    """What an index JSON says: the full path of each tensor's file, and the bytes of all tensors.
+
+    Raises UnreadableError when it is not sound.
+    """
     data = files.read(path, 0, files.size(path))
     kind = sniff(data[:64])
     if kind not in ("json", "unknown"):
@@ -104,14 +92,15 @@ def parse_index(path: str, files: Files) -> Index:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total, float) and total.is_integer():  # some tools divide on the way
         total = int(total)
-    return Index(path, placed, total if isinstance(total, int) else None)
+    return placed, total if isinstance(total, int) else None
 
 
 @dataclass(slots=True)
 class Reading(ABC):
     """The files of one checkpoint, read one after another; what cannot be read is a problem.
 
-    ``names`` are the names in each file that was read, by its path.
+    ``names`` are the names in each file that was read, by its path. ``missing`` are the problems of
+    files that others prove to have been there: they explain the holes among the other problems.
     """
 
     root: str
@@ -120,6 +109,7 @@ class Reading(ABC):
     names: dict[str, Collection[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[CheckpointError] = field(default_factory=list)
+    missing: list[CheckpointError] = field(default_factory=list)
 
     @abstractmethod
     def read_one(self, path: str, size: int) -> Collection[str]:
@@ -137,12 +127,11 @@ class Reading(ABC):
                 self.names[path] = self.read_one(path, size)
             except CheckpointError as error:
                 self.problems.append(error)
-            self.problems[known:] = [
-                problem.concerning(by_file[path])
-                if path in by_file and not problem.about
-                else problem
-                for problem in self.problems[known:]
-            ]
+            if path in by_file:
+                self.problems[known:] = [
+                    problem if problem.about else problem.concerning(by_file[path])
+                    for problem in self.problems[known:]
+                ]
             self.files.append(FileEntry(path, size))
 
     def read_unlisted(self, file_paths: Iterable[str]) -> None:
@@ -151,17 +140,18 @@ class Reading(ABC):
         if self.problems and not self.names:
             raise self.problems[0]
 
-    def read_listed(self, index: Index) -> None:
+    def read_listed(self, listed: str, weight_map: Mapping[str, str]) -> None:
         """Read the files of an index JSON, and hold both against each other."""
+        index = basename(listed)
         by_file: dict[str, list[str]] = defaultdict(list)
-        for fqn, path in sorted(index.weight_map.items()):
+        for fqn, path in sorted(weight_map.items()):
             by_file[path].append(fqn)
         there = [path for path in by_file if paths.is_file(path) or paths.special(path)]
         self.read(there, by_file=by_file)
         for path in sorted(by_file.keys() - there):
             what = "is a folder" if paths.is_dir(path) else "does not exist"
             missing = IncompleteError(
-                f"{path} {what}; {index.name} has {some(by_file[path], _SHOWN)} in it.",
+                f"{path} {what}; {index} has {some(by_file[path], _SHOWN)} in it.",
                 hint="Copy the missing file into the folder, or download it again.",
                 about=by_file[path],
             )
@@ -169,23 +159,41 @@ class Reading(ABC):
             self.problems.append(missing)
         for path, held in self.names.items():
             lacking = [fqn for fqn in by_file[path] if fqn not in held]
-            extra = sorted(fqn for fqn in held if index.weight_map.get(fqn) != path)
+            extra = sorted(fqn for fqn in held if weight_map.get(fqn) != path)
             if lacking:
-                text = f"{path} lacks {some(lacking, _SHOWN)}; {index.name} has it there."
+                text = f"{path} lacks {some(lacking, _SHOWN)}; {index} has it there."
                 self.problems.append(IncompleteError(text, about=lacking))
             if extra:
                 disagreement = CheckpointError(
-                    f"{path} holds {some(extra, _SHOWN)}; {index.name} does not have it there.",
+                    f"{path} holds {some(extra, _SHOWN)}; {index} does not have it there.",
                     hint="They are from two saves, or one was edited.",
                     about=extra,
                 )
                 self.problems.append(disagreement)
 
-    def add_gaps(self, gaps: Gaps) -> None:
-        """Missing files come first: they explain the holes that follow from them."""
-        self.files += [FileEntry(path, None) for path in gaps.paths]
-        self.problems[:0] = gaps.problems
-        self.notes += gaps.notes
+    def lacks(self, path: str, problem: CheckpointError) -> None:
+        """Take in a file that others prove to have been there."""
+        self.files.append(FileEntry(path, None))
+        self.missing.append(problem)
+
+    def find_gaps(self, folder: str, present: Iterable[str]) -> None:
+        """Take in what the numbers in ``NAME-i-of-N`` names prove to be missing."""
+        families: dict[tuple[str, str], list[re.Match[str]]] = defaultdict(list)
+        for name in present:
+            match = NUMBERED.fullmatch(name)
+            if match:
+                families[match[1], match[4]].append(match)
+        for (stem, suffix), matches in sorted(families.items()):
+            counts = sorted({int(match[3]) for match in matches})
+            if len(counts) > 1:
+                self.missing.append(two_saves(folder, counts))
+                continue
+            width = len(matches[0][2])
+            numbers = {int(match[2]) for match in matches}
+            top = counts[0] - (0 in numbers)  # some count from 0
+            for number in absent(numbers, top):
+                path = f"{folder}/{stem}-{number:0{width}}-of-{matches[0][3]}.{suffix}"
+                self.lacks(path, IncompleteError(f"{path} does not exist."))
 
 
 def owners(
@@ -203,40 +211,6 @@ def owners(
         if counting[fqn] != listed:
             doubles[first, second].append(fqn)
     return counting, doubles
-
-
-class Gaps(NamedTuple):
-    """Files that others prove to have been there: their paths, and the problem of each kind.
-
-    ``notes`` are on files that need not have been there.
-    """
-
-    paths: list[str]
-    problems: list[CheckpointError]
-    notes: list[str]
-
-
-def gaps_in_numbers(folder: str, present: Iterable[str]) -> Gaps:
-    """What the numbers in ``NAME-i-of-N`` names prove to be missing."""
-    families: dict[tuple[str, str], list[re.Match[str]]] = defaultdict(list)
-    for name in present:
-        match = NUMBERED.fullmatch(name)
-        if match:
-            families[match[1], match[4]].append(match)
-    gaps = Gaps([], [], [])
-    for (stem, suffix), matches in sorted(families.items()):
-        counts = sorted({int(match[3]) for match in matches})
-        if len(counts) > 1:
-            gaps.problems.append(two_saves(folder, counts))
-            continue
-        width = len(matches[0][2])
-        numbers = {int(match[2]) for match in matches}
-        top = counts[0] - (0 in numbers)  # some count from 0
-        for number in absent(numbers, top):
-            path = f"{folder}/{stem}-{number:0{width}}-of-{matches[0][3]}.{suffix}"
-            gaps.paths.append(path)
-            gaps.problems.append(IncompleteError(f"{path} does not exist."))
-    return gaps
 
 
 def two_saves(folder: str, counts: Sequence[int]) -> CheckpointError:
@@ -267,7 +241,7 @@ def only_a_part(path: str, files: Files) -> IncompleteError | None:
     about: list[str] = []
     beside = paths.joined(folder, f"{match[1]}.{match[4]}.index.json")
     if paths.is_file(beside):
-        weight_map = parse_index(beside, files).weight_map
+        weight_map, _ = parse_index(beside, files)
         about = sorted(fqn for fqn, file in weight_map.items() if file != place)
         if not about:
             return None

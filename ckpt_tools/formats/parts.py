@@ -163,11 +163,8 @@ class _Joining:
         if len(set(sizes.values())) > 1:
             said = [f"{os.path.basename(root)} by {size} ranks" for root, size in sizes.items()]
             yield f"Saved by different numbers of ranks: {', '.join(said)}. Are they of one save?"
-        own = {
-            int(m[2])
-            for p in self.parts.paths
-            if (m := RANDOM_STATES.fullmatch(os.path.basename(p)))
-        }
+        states = map(RANDOM_STATES.fullmatch, map(os.path.basename, self.parts.paths))
+        own = {int(match[2]) for match in states if match}
         absent = sorted(set(range(max(sizes.values(), default=0))) - own)
         if own and absent:
             whose = "ranks" if len(absent) > 1 else "rank"

@@ -1,6 +1,6 @@
 """The format protocol: all that other rooms know of a format is one `Format` object of its package.
 
-Only `matches` and `read_index` must be written. The defaults of all else: chunks are raw bytes
+Only a `Reader` must be written. The defaults of all else: chunks are raw bytes
 already, objects have no bytes of their own, nothing has a checksum, and nothing is written.
 """
 
@@ -74,13 +74,6 @@ class Checksummed(NamedTuple):
     alike: tuple[int, ...] = ()
 
 
-class Loader(NamedTuple):
-    """The torch of the jobs that will load what is written, and a note on why it is this one."""
-
-    torch_version: str
-    note: str
-
-
 class ChecksumPart(NamedTuple):
     """A part of a checkpoint that one thread checks, of about ``nbytes``.
 
@@ -116,6 +109,14 @@ class PlanOptions:
     rank_name: str | None = None
 
 
+class Reader(Protocol):
+    """What reads a format: a module of its package."""
+
+    def matches(self, path: str) -> bool: ...
+
+    def read_index(self, path: str, *, options: ReadOptions = ...) -> CheckpointIndex: ...
+
+
 class Format(ABC):
     """A format of checkpoints. Its package has one, and imports its other modules when asked.
 
@@ -146,12 +147,16 @@ class Format(ABC):
     counts_ranks: ClassVar[bool] = False
 
     @abstractmethod
+    def reader(self) -> Reader:
+        """What reads it, imported when it is asked."""
+
     def matches(self, path: str) -> bool:
         """Whether this file or directory is of the format; never raises."""
+        return self.reader().matches(path)
 
-    @abstractmethod
     def read_index(self, path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
         """The index of a checkpoint, from headers alone. Raises CheckpointError."""
+        return self.reader().read_index(path, options=options)
 
     def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:
         """The same index with every chunk as raw little-endian elements.
@@ -196,8 +201,9 @@ class Format(ABC):
         """The containers of a state dict as they are read back; None when none are kept."""
         return tree if self.nested else None
 
-    def loader(self, index: CheckpointIndex, *, asked: str | None) -> Loader | None:
-        """The torch that is to load what is written of this source; None when every torch can.
+    def loader(self, index: CheckpointIndex, *, asked: str | None) -> tuple[str, str] | None:
+        """The version of the torch that is to load what is written of this source, and a note on
+        why it is this one; None when every torch can.
 
         Raises UsageError when one is ``asked`` for that it cannot be written for.
         """
@@ -215,28 +221,6 @@ class Format(ABC):
         Pure: it opens nothing. Raises UnsupportedError and UsageError for what it cannot hold.
         """
         raise UnsupportedError(f"{self.label}: this format is read, and never written.")
-
-
-class Reader(Protocol):
-    """The module of a format's package that reads it."""
-
-    def matches(self, path: str) -> bool: ...
-
-    def read_index(self, path: str, *, options: ReadOptions = ...) -> CheckpointIndex: ...
-
-
-class PackageFormat(Format):
-    """A format with a reader in a module of its own, which is imported when it is asked."""
-
-    @abstractmethod
-    def reader(self) -> Reader:
-        """That module."""
-
-    def matches(self, path: str) -> bool:
-        return self.reader().matches(path)
-
-    def read_index(self, path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
-        return self.reader().read_index(path, options=options)
 
 
 def lengths_of(index: CheckpointIndex) -> dict[str, int]:

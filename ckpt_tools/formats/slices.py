@@ -103,7 +103,7 @@ def checked(index: CheckpointIndex, read: Read, options: ReadOptions) -> Checkpo
         return replace(index, problems=(said, *index.problems))
     if index.format not in _WHOLE or any(not problem.about for problem in index.problems):
         return index
-    found = _said_beside(index.root, partial(_read_beside, read, options, index))
+    found = _said_beside(index.root, partial(_read_beside, read, options), index)
     return index if found is None else replace(index, problems=(*index.problems, found[0]))
 
 
@@ -117,19 +117,15 @@ def whole_among(
     for path in found:
         if left and paths.absolute(path) not in others:
             left -= 1
-            said = _said_beside(path, partial(_read_beside, read, options, None))
+            said = _said_beside(path, partial(_read_beside, read, options))
             if said is not None:
                 first = first or said[0]
                 others |= said[1]
     return [path for path in found if paths.absolute(path) not in others], first
 
 
-def _read_beside(
-    read: Read, options: ReadOptions, own: CheckpointIndex | None, path: str
-) -> CheckpointIndex | None:
-    """The index of a checkpoint by itself, ``own`` where it is that; None for what is none."""
-    if own is not None and path == paths.absolute(own.root):
-        return own
+def _read_beside(read: Read, options: ReadOptions, path: str) -> CheckpointIndex | None:
+    """The index of a checkpoint by itself; None for what is none."""
     state = paths.states_now([path]).get(path)
     return None if state is None else _read_once(read, options, path, state)
 
@@ -204,12 +200,17 @@ class _Count(NamedTuple):
     glob: str | None = None
 
 
-def _said_beside(path: str, read: _ReadOrNone) -> tuple[CheckpointError, set[str]] | None:
-    """The error for a file or folder that is not a whole model, and all that are like it."""
+def _said_beside(
+    path: str, read: _ReadOrNone, index: CheckpointIndex | None = None
+) -> tuple[CheckpointError, set[str]] | None:
+    """The error for a file or folder that is not a whole model, and all that are like it.
+
+    ``index`` is its own, where that is read already.
+    """
     own = paths.absolute(path)
     counts = [count for count in _counts(own) if len(count.paths) > 1 or count.total > 1]
-    index = read(own) if counts else None
-    if index is None or not _shapes(index):
+    index = index or (read(own) if counts else None)
+    if not counts or index is None or not _shapes(index):
         return None
     part: tuple[CheckpointError, set[str]] | None = None
     for count in counts:
@@ -238,13 +239,10 @@ def both_hold(first: str, second: str, fqns: Sequence[str]) -> CheckpointError:
     )
 
 
-def are_numbered(files: Sequence[str]) -> bool:
-    """Whether the names of these files differ in one number alone."""
-    return _varying(files) is not None
-
-
-def _varying(files: Sequence[str]) -> tuple[set[int], str] | None:
-    """The numbers in which alone the names of files differ, and what stands behind them."""
+def numbers_of(files: Sequence[str]) -> tuple[set[int], str] | None:
+    """The numbers in which alone the names of files differ, and what stands behind them; None where
+    they differ in anything else.
+    """
     split = [re.split(r"(\d+)", os.path.basename(path)) for path in files]
     columns = list(zip(*split, strict=False))
     varying = [at for at, words in enumerate(columns) if len(set(words)) > 1]
@@ -258,7 +256,7 @@ def lost_between(files: Sequence[str]) -> IncompleteError | None:
     """The error for files that are numbered with gaps, not from 0 or 1 on, or not up to N."""
     from ckpt_tools.formats.numbered import absent  # late, as below
 
-    numbers, behind = _varying(files) or (set(), "")
+    numbers, behind = numbers_of(files) or (set(), "")
     total = re.match(_OF, behind)
     top = int(total[1]) - (0 in numbers) if total else max(numbers, default=0)
     lost = absent(numbers, top)

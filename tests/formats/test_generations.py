@@ -1,5 +1,6 @@
 """Which torch rank files are written for, and which one wrote those that are read."""
 
+from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
 
@@ -92,11 +93,22 @@ def test_rank_files_are_written_for_the_torch_that_wrote_the_source(tmp_path: Pa
     assert (said in done.stderr, torch_of(tmp_path / "out")) == (True, "2.11 or 2.12")
 
 
+def install(torch: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this torch installed, or none."""
+
+    def version(name: str) -> str:
+        if torch is None:
+            raise PackageNotFoundError(name)
+        return torch
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+
+
 @pytest.mark.parametrize("installed", ["2.9.1+cu128", "2.15.0", None])
 def test_else_for_the_installed_torch_or_the_newest_known(
     installed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_files, "_installed_torch", lambda: installed)
+    install(installed, monkeypatch)
     done = reshard(DCP, tmp_path / "out", "--format", "ranks")
     version, why = {
         "2.9.1+cu128": ("2.8 or 2.9", "which is installed here"),
@@ -125,7 +137,7 @@ def test_the_dry_run_says_which(tmp_path: Path) -> None:
 def test_for_a_torch_newer_than_the_newest_nothing_is_written_and_all_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_files, "_installed_torch", lambda: "2.16.0")
+    install("2.16.0", monkeypatch)
     done = reshard(DCP, tmp_path / "out", "--format", "ranks")
     assert done.exit_code == 2
     assert "torch 2.5 to 2.15, not for 2.16, which is installed here: each torch" in done.stderr

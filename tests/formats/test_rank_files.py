@@ -185,6 +185,26 @@ def test_replicas_that_differ_are_refused_by_every_engine(tmp_path: Path, engine
         (read if engine == "copy" else read_by_ranks)(tmp_path).require_whole()
 
 
+@pytest.mark.parametrize("engine", ["copy", "gather"])
+def test_a_name_in_two_families_is_refused_by_every_engine(tmp_path: Path, engine: str) -> None:
+    model, optim = {"x": W}, {"optim": {"m": W}}
+    for rank, states in enumerate([(model, optim), ({"y": W}, optim | {"model": model})]):
+        for name, state in zip(("model", "optim"), states, strict=True):
+            torch.save(state, tmp_path / f"{name}_world_size_2_rank_{rank}.pt")
+    with pytest.raises(UnsupportedError, match=r"model\.x is in the files "):
+        (read if engine == "copy" else read_by_ranks)(tmp_path)
+
+
+def test_what_is_a_tensor_on_one_rank_alone_is_refused(tmp_path: Path) -> None:
+    for rank, state in enumerate([{"w": W, "n": W}, {"w": W, "n": 7}]):
+        torch.save(state, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    index = read(tmp_path)
+    text = r"n: it is a tensor on rank 0, and on rank 1 it is a plain value\."
+    with pytest.raises(UnsupportedError, match=text):
+        index.require_whole()
+    assert [entry.fqn for entry in index.entries] == ["n", "w"]
+
+
 def test_partial_sums_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
         mesh = mesh_of((2,), rank)

@@ -10,8 +10,8 @@ from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.protocol import (
     ChecksumPart,
+    Format,
     Index,
-    PackageFormat,
     PlanOptions,
     Reader,
     Writes,
@@ -19,7 +19,7 @@ from ckpt_tools.formats.protocol import (
 from ckpt_tools.storage.reader import Files
 
 
-class Dcp(PackageFormat):
+class Dcp(Format):
     """A folder of `.metadata` and `.distcp` files, of which each item is a torch.save archive."""
 
     name = "dcp"

@@ -9,11 +9,11 @@ from glob import escape
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.protocol import Loader, PlanOptions, Reader, ReadOptions
+from ckpt_tools.formats.protocol import PlanOptions, Reader, ReadOptions
 from ckpt_tools.formats.torch_file import TorchSave
 
 
-class RankFiles(TorchSave):
+class _RankFiles(TorchSave):
     """A folder with one torch.save file of DTensors for each rank."""
 
     name = "ranks"
@@ -32,19 +32,24 @@ class RankFiles(TorchSave):
         named = file_names.parse(path)
         return None if named is None else named.rank
 
-    def loader(self, index: CheckpointIndex, *, asked: str | None) -> Loader:
+    def loader(self, index: CheckpointIndex, *, asked: str | None) -> tuple[str, str]:
+        from importlib.metadata import PackageNotFoundError, version
+
         from ckpt_tools.formats.torch_file import generations
 
+        try:
+            installed = version("torch")
+        except PackageNotFoundError:
+            installed = None
         known = (
             (asked, "as --torch-version says"),
             (index.torch_version, "which wrote the source"),
-            (_installed_torch(), "which is installed here"),
+            (installed, "which is installed here"),
             (str(generations.NEWEST), "the newest known (no torch is installed here)"),
         )
-        version, why = next((text, why) for text, why in known if text is not None)
-        row = generations.generation_of(generations.parse_version(version), why=f", {why}")
-        note = f"The rank files are for torch {row}, {why}; --torch-version names another."
-        return Loader(version, note)
+        chosen, why = next((text, why) for text, why in known if text is not None)
+        row = generations.generation_of(generations.parse_version(chosen), why=f", {why}")
+        return chosen, f"The rank files are for torch {row}, {why}; --torch-version names another."
 
     def plan_files(
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
@@ -68,20 +73,10 @@ def globs_of(paths: Sequence[str]) -> list[str]:
         return []
     globs = []
     for family in families:
-        first = family.files[0].path.split(os.sep)
-        above = os.sep.join(first[: -1 - family.pattern.count(os.sep)])
-        globs.append(os.path.join(escape(above), family.pattern))
+        place, pattern = family[0].path.split(os.sep), family[0].pattern
+        above = os.sep.join(place[: -1 - pattern.count(os.sep)])
+        globs.append(os.path.join(escape(above), pattern))
     return globs
 
 
-def _installed_torch() -> str | None:
-    """The version of torch that would be imported; None on a machine without it."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return None
-
-
-FORMAT = RankFiles()
+FORMAT = _RankFiles()

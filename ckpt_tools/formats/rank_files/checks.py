@@ -67,15 +67,15 @@ class Ranks:
 
     def world_size(self, families: Sequence[Family]) -> int:
         """The number of ranks: as the names say, else as the meshes and the numbers have it."""
-        stated = [family.world_size for family in families if family.world_size is not None]
-        if stated:
-            return stated[0]
-        highest = max(file.rank for family in families for file in family.files)
+        for first in (family[0] for family in families):
+            if first.world_size is not None:
+                return first.world_size
+        highest = max(family[-1].rank for family in families)
         return max(highest + 1, self.mesh.size if self.mesh is not None else 1)
 
     def problems(self, families: Sequence[Family], world: int) -> Iterator[CheckpointError]:
         """Files that are not who their names say, and meshes that do not fit."""
-        beyond = [f.path for family in families for f in family.files if f.rank >= world]
+        beyond = [file.path for family in families for file in family if file.rank >= world]
         if beyond:
             yield UnsupportedError(
                 f"{beyond[0]} is of a rank that a world of {world} does not have.", hint=_MIXED
@@ -95,10 +95,6 @@ class Ranks:
                 f"The names say {world} ranks, but the files' mesh {mesh} has {mesh.size}.",
                 hint=_MIXED,
             )
-        yield from self._wrong_names()
-        yield from self._twins(world)
-
-    def _wrong_names(self) -> Iterator[CheckpointError]:
         wrong = [seat for seat in self.seats if seat.rank not in (None, seat.file.rank)]
         if wrong:
             file, rank = wrong[0].file, wrong[0].rank
@@ -107,6 +103,7 @@ class Ranks:
                 f"{file.path} is of rank {file.rank} by its name, but rank {rank} saved it.{more}",
                 hint="It was copied or renamed. Bring back the file of that rank.",
             )
+        yield from self._twins(world)
 
     def _twins(self, world: int) -> Iterator[CheckpointError]:
         seats: dict[tuple[str, Mesh, tuple[int, ...]], list[RankFile]] = {}
@@ -138,6 +135,12 @@ def own_rank(mesh: StoredMesh) -> int | None:
     return ranks[sum(index * step for index, step in steps)]
 
 
+def absent_ranks(family: Family, world: int) -> list[int]:
+    """The ranks of which a family has no file."""
+    have = {file.rank for file in family}
+    return [rank for rank in range(world) if rank not in have]
+
+
 def missing(
     family: Family, world: int, tensors: Sequence[TensorEntry], *, held: Collection[str]
 ) -> Iterator[IncompleteError]:
@@ -145,8 +148,7 @@ def missing(
 
     ``tensors`` are those of all families, ``held`` the names in the files of this one.
     """
-    have = {file.rank for file in family.files}
-    absent = [rank for rank in range(world) if rank not in have]
+    absent = absent_ranks(family, world)
     if not absent:
         return
     rows: list[str] = []  # of the first, as the layouts of the tensors have them
@@ -156,13 +158,13 @@ def missing(
             box = layout.box(entry.shape, layout.mesh.coordinate(absent[0]))
             rows += [f"{entry.fqn} {box}"] if box.numel else []
     lost = f" Rank {absent[0]} held {'; '.join(rows)}." if rows else ""
-    hint = f"Bring them from the nodes that wrote them, e.g. {family.path_of(absent[0])}."
+    hint = f"Bring them from the nodes that wrote them, e.g. {family[0].path_of(absent[0])}."
     for group in whole_groups(family, world, tensors)[:1]:
         hint += (
             f"\nOr keep only those of ranks {rank_spans(group)}: they hold a replica of every row."
         )
     yield IncompleteError(
-        f"{len(absent):,} of {world:,} files {family.pattern} {are(len(absent))} missing: "
+        f"{len(absent):,} of {world:,} files {family[0].pattern} {are(len(absent))} missing: "
         f"{'ranks' if len(absent) > 1 else 'rank'} {listed(absent)}.{lost}",
         hint=hint,
     )
@@ -177,8 +179,8 @@ def listed(ranks: Sequence[int]) -> str:
 
 def are_whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> bool:
     """Whether ranks are absent, and those that are there are one or more whole replica groups."""
-    there = len(family.files)
-    return there < world and sum(map(len, whole_groups(family, world, tensors))) == there
+    in_groups = sum(map(len, whole_groups(family, world, tensors)))
+    return len(family) < world and in_groups == len(family)
 
 
 def whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> list[list[int]]:
@@ -187,7 +189,7 @@ def whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> 
     Every DTensor must be on one mesh of all ranks, of which some dimensions replicate all of them:
     only then is it known that the ranks of other groups held nothing else.
     """
-    have = [file.rank for file in family.files]
+    have = [file.rank for file in family]
     layouts = {entry.layout for entry in tensors if entry.layout is not None}
     meshes = {layout.mesh for layout in layouts}
     if max(have) >= world or len(meshes) != 1:
@@ -211,14 +213,10 @@ def whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> 
 def absent_replicas(families: Sequence[Family], world: int) -> Iterator[str]:
     """A note on the ranks that are absent."""
     for family in families:
-        have = {file.rank for file in family.files}
-        absent = [rank for rank in range(world) if rank not in have]
-        own = (
-            " State that each of them saved for itself is missing."
-            if holds_other_state(family.name)
-            else ""
-        )
+        absent = absent_ranks(family, world)
+        is_own = holds_other_state(family[0].family)
+        own = " State that each of them saved for itself is missing." if is_own else ""
         yield (
-            f"{family.pattern}: the replicas of ranks {rank_spans(absent)} are absent; the "
-            f"{len(have)} files that are there hold every row.{own}"
+            f"{family[0].pattern}: the replicas of ranks {rank_spans(absent)} are absent; the "
+            f"{len(family)} files that are there hold every row.{own}"
         )

@@ -7,7 +7,7 @@ tensors that should be equal. Which rank files there should be, `checks` knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import mul
@@ -18,8 +18,6 @@ from ckpt_tools.core.coverage import replicas_differ
 from ckpt_tools.core.dtypes import DType, dtype_named
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
-    NO_TREE,
-    ByteRange,
     CheckpointIndex,
     Chunk,
     ObjectEntry,
@@ -28,10 +26,10 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.plain_values import PlainValue, are_same
-from ckpt_tools.core.state_tree import Branch, merge
+from ckpt_tools.core.plain_values import are_same
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import some
-from ckpt_tools.errors import CheckpointError, UnsupportedError
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.pickle.stored import Stored, StoredDTensor, StoredPieces, StoredTensor
 from ckpt_tools.formats.replicas import LEAVE_OUT, Replicas
 from ckpt_tools.formats.slices import JOINED_BY_OWNER
@@ -48,11 +46,7 @@ _FLAT_SHARDS = (
 MAX_COMPARED = 1 << 20
 _MAX_COMPARED_IN_ALL = 512 << 20
 _PLAIN = "plain tensor"
-_KINDS = {
-    StoredTensor: _PLAIN,
-    StoredDTensor: "DTensor",
-    StoredPieces: "CheckpointableTensor",
-}
+_KINDS = {StoredTensor: _PLAIN, StoredDTensor: "DTensor", StoredPieces: "CheckpointableTensor"}
 
 
 class RankTensor(NamedTuple):
@@ -78,26 +72,6 @@ class RankTensor(NamedTuple):
         return self.kind == _PLAIN
 
 
-class RankObject(NamedTuple):
-    """What one rank holds that is not a tensor, or one that cannot be read, as ``flaw`` says."""
-
-    rank: int
-    data: ByteRange
-    value: PlainValue
-    type_name: str | None
-    flaw: CheckpointError | None = None
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether tensors are in it, which cannot be read."""
-        return isinstance(self.flaw, UnsupportedError)
-
-    @property
-    def is_opened(self) -> bool:
-        """Whether ``value`` is its value."""
-        return self.type_name is None
-
-
 def rank_tensors(stored: Stored, saved: SavedFile, rank: int) -> Iterator[RankTensor]:
     """The parts of a tensor that this file holds: a DTensor is one part, a CheckpointableTensor one
     for each of its pieces.
@@ -117,13 +91,12 @@ def rank_tensors(stored: Stored, saved: SavedFile, rank: int) -> Iterator[RankTe
         )
 
 
-def _chunks_of(
-    parts: Sequence[RankTensor], comparison: ReplicaComparison
-) -> tuple[tuple[Chunk, ...], tuple[Box, int, int] | None, bool]:
-    """The chunks of a tensor, from the parts of its ranks, which come in the order of the ranks.
+def _joined(
+    path: Path, section: Section, parts: Sequence[RankTensor], comparison: _Comparison
+) -> tuple[TensorEntry, tuple[RankTensor, RankTensor] | None]:
+    """The tensor of the parts that its ranks hold, which come in the order of the ranks.
 
-    Also a box and two ranks that hold other elements of it, the lowest and another, and whether all
-    that should be equal was small enough to be compared.
+    With it the first two parts that should hold the same elements and do not, if there are any.
     """
     first = parts[0]
     groups: dict[Box, list[RankTensor]] = {}
@@ -132,29 +105,26 @@ def _chunks_of(
             groups.setdefault(first.chunk.box, []).append(part)
         elif part.flaw is None and part.shape == first.shape:
             groups.setdefault(part.chunk.box, []).append(part)
-    chunks, unequal, compared = [], None, True
-    for box, (one, *others) in groups.items():
+    chunks: list[Chunk] = []
+    unequal, compared = None, True
+    for one, *others in groups.values():
+        own = one.chunk
         verdicts = [comparison.equal(one, other) for other in others]
         compared = compared and None not in verdicts
         if False in verdicts:
-            unequal = unequal or (box, one.rank, others[verdicts.index(False)].rank)
-        pairs = zip(others, verdicts, strict=True)
-        alike = [other for other, is_equal in pairs if is_equal is not False]
-        # Plain tensors that differ may even be of another shape.
-        chunks.append(chunk_of([one, *(alike if first.is_plain else others)]))
-    return tuple(chunks), unequal, compared
-
-
-def chunk_of(group: Sequence[RankTensor]) -> Chunk:
-    """One chunk of the parts that hold the same box; the lowest rank's bytes come first."""
-    first = group[0].chunk
-    layout = first.strides, first.codec, first.data.length
-    replicas = (
-        one.data
-        for one in (part.chunk for part in group[1:])
-        if (one.strides, one.codec, one.data.length) == layout
-    )
-    return first._replace(replicas=tuple(replicas))
+            unequal = unequal or (one, others[verdicts.index(False)])
+        replicas = [
+            held.data
+            for held, is_equal in zip((other.chunk for other in others), verdicts, strict=True)
+            # Plain tensors that differ may even be of another shape.
+            if (is_equal is not False or not first.is_plain)
+            and (held.strides, held.codec) == (own.strides, own.codec)
+            and held.data.length == own.data.length
+        ]
+        chunks.append(own._replace(replicas=tuple(replicas)))
+    fqn = names.join(path)
+    entry = TensorEntry(fqn, path, section, first.dtype, first.shape, tuple(chunks), first.layout)
+    return replace(entry, compared=compared), unequal
 
 
 def _disagreement(first: RankTensor, parts: Sequence[RankTensor]) -> str | None:
@@ -177,7 +147,7 @@ def _disagreement(first: RankTensor, parts: Sequence[RankTensor]) -> str | None:
 
 
 @dataclass(slots=True)
-class ReplicaComparison:
+class _Comparison:
     """Compares parts that should be equal, by the CRCs of their records or by their bytes."""
 
     files: Files
@@ -213,148 +183,106 @@ def elements(part: RankTensor, files: Files) -> bytes:
     return b"".join(data[size * place : size * (place + 1)] for place in places)
 
 
-@dataclass(slots=True)
-class Gathered:
-    """What the ranks hold, by the path of the entry, in the order of the ranks, and their trees
-    in one; ``clashes`` are problems of trees that do not fit together.
+def entries_of(
+    root: str,
+    tensors: Mapping[Path, Sequence[RankTensor]],
+    objects: Mapping[Path, Sequence[ObjectEntry]],
+    tree: Branch[str],
+    ranks: Mapping[str, int],
+    files: Files,
+) -> CheckpointIndex:
+    """The entries of all ranks' files, sorted by name, and what is to be said of them.
+
+    ``tensors`` and ``objects`` are what the ranks hold, by path, in the order of the ranks; the
+    sections of objects are found here. ``ranks`` are those of the files, by their paths. ``files``
+    are read only to compare small replicas.
     """
-
-    tensors: dict[Path, list[RankTensor]] = field(default_factory=dict)
-    objects: dict[Path, list[RankObject]] = field(default_factory=dict)
-    tree: Branch[str] = NO_TREE
-    clashes: list[CheckpointError] = field(default_factory=list)
-    _last: Branch[str] = NO_TREE
-
-    def add_tree(self, tree: Branch[str], where: str) -> None:
-        """Take in the tree of one rank's file, or what other ranks' trees were put into."""
-        if tree == self._last:
-            return
-        self._last = tree
-        try:
-            self.tree = merge(self.tree, tree) if self.tree.items else tree
-        except UnsupportedError as error:
-            known = set(self.tree.leaves())
-            about = [fqn for fqn in tree.leaves() if fqn not in known]
-            message = (
-                f"{where} is nested differently from the files of lower ranks: {error.message}"
-            )
-            clash = UnsupportedError(message, hint=error.hint, about=about)
-            self.clashes.append(clash)
-
-
-def entries_of(root: str, gathered: Gathered, files: Files) -> CheckpointIndex:
-    """The entries of all ranks' files, sorted by name, and what is to be said of them; ``files`` is
-    read only to compare small replicas.
-    """
-    whole = {path for path, held in gathered.objects.items() if not held[0].is_tensor}
-    sections = names.sections_of(list(gathered.tensors | gathered.objects), objects=whole)
-    comparison = ReplicaComparison(files)
+    whole = {path for path, held in objects.items() if not _holds_tensors(held[0])}
+    sections = names.sections_of(list(dict.fromkeys([*tensors, *objects])), objects=whole)
     replicas = Replicas()
-    torn: dict[str, str] = {}
-    for path in gathered.tensors:
-        rows = _add_tensor(replicas, path, gathered, sections[path], comparison)
-        if rows is not None:
-            torn[names.join(path)] = rows
-    for path, objects in gathered.objects.items():
-        if not objects[0].is_tensor or path not in gathered.tensors:  # else said of the tensor
-            _add_object(replicas, path, objects, sections[path])
-    tensors = replicas.sorted(TensorEntry)
+    for path in [path for path in objects if path in tensors]:
+        here, one = tensors[path][0].rank, objects[path][0]
+        there = f"on rank {ranks[one.data.path]} it is a {one.type_name or 'plain value'}"
+        how = "a tensor" if path in whole else "read"
+        replicas.complaints[one.fqn] = f"it is {how} on rank {here}, and {there}"
+    torn = _add_tensors(replicas, tensors, sections, files)
+    for path, held in objects.items():
+        if path not in tensors:  # else said of the tensor
+            _add_object(replicas, held, sections[path], ranks)
+    found = replicas.sorted(TensorEntry)
     notes = list(replicas.notes())
-    uncompared = [entry.fqn for entry in tensors if not entry.compared]
+    uncompared = [entry.fqn for entry in found if not entry.compared]
     if uncompared:
         notes.append(
             f"Replicas too large to be compared in passing: {some(uncompared)}. verify "
             "and --check compare them; a copy without --check takes those of the lowest rank."
         )
-    problems = [
-        *gathered.clashes,
-        *replicas.problems("plain tensors (no DTensors)", hint=_hint(replicas)),
-        *([replicas_differ(torn)] if torn else []),
-    ]
+    wrong = [one for one, _ in replicas.differing if isinstance(one, TensorEntry)]
+    hint = LEAVE_OUT if any(entry.layout is not None for entry in found) else JOINED_BY_OWNER
+    if any(entry.section == "optim" and entry.shape for entry in wrong):
+        hint = _FLAT_SHARDS
+    torn_problem = [replicas_differ(torn)] if torn else []
     return CheckpointIndex(
         root,
         "ranks",
-        tensors,
+        found,
         replicas.sorted(ObjectEntry),
         notes=tuple(notes),
-        problems=tuple(problems),
-        tree=replicas.within(gathered.tree),
+        problems=(*replicas.problems("plain tensors (no DTensors)", hint=hint), *torn_problem),
+        tree=replicas.within(tree),
     )
 
 
-def _add_tensor(
+def _holds_tensors(entry: ObjectEntry) -> bool:
+    """Whether tensors are in it, which cannot be read."""
+    return isinstance(entry.flaw, UnsupportedError)
+
+
+def _add_tensors(
     replicas: Replicas,
-    path: Path,
-    gathered: Gathered,
-    section: Section,
-    comparison: ReplicaComparison,
-) -> str | None:
-    """Take in a tensor as the ranks hold it; gives the rows of a shard on which two ranks differ,
-    and which ranks these are.
+    tensors: Mapping[Path, Sequence[RankTensor]],
+    sections: Mapping[Path, Section],
+    files: Files,
+) -> dict[str, str]:
+    """Take in the tensors as the ranks hold them; gives the rows of shards on which two ranks
+    differ, and which ranks these are, by the names of the tensors.
     """
-    parts, others = gathered.tensors[path], gathered.objects.get(path, ())
-    first, fqn = parts[0], names.join(path)
-    chunks, unequal, compared = _chunks_of(parts, comparison)
-    entry = TensorEntry(
-        fqn, path, section, first.dtype, first.shape, chunks, first.layout, compared=compared
-    )
-    flaws = (part.flaw for part in parts if part.flaw is not None)
-    complaint = next(flaws, None) or _disagreement(first, parts)
-    if complaint is None and others and others[0].is_tensor:
-        here, there = f"it is read on rank {first.rank}", f"on rank {others[0].rank}"
-        complaint = f"{here}, and {there} it is a {others[0].type_name}"
-    if complaint is not None:
-        replicas.complaints[fqn] = complaint
-    if unequal is None:
-        replicas.add(entry, several=len(parts) > 1)
-        return None
-    box, lowest, other = unequal
-    if not first.is_plain:
-        replicas.add(entry, several=len(parts) > 1)
-        return f"{box} (ranks {lowest} and {other})"
-    alone = replace(entry, compared=True)
-    held = (
-        (one.rank, replace(alone, dtype=one.dtype, shape=one.shape, chunks=(one.chunk,)))
-        for one in parts
-    )
-    how = f"not the same on ranks {lowest} and {other}"
-    replicas.add_unequal(entry, held, rank=other, how=how)
-    return None
-
-
-def _hint(replicas: Replicas) -> str:
-    """What to do about plain tensors that differ."""
-    wrong = [one for one, _ in replicas.differing if isinstance(one, TensorEntry)]
-    if any(entry.section == "optim" and entry.shape for entry in wrong):
-        return _FLAT_SHARDS
-    has_layouts = any(entry.layout is not None for entry in replicas.sorted(TensorEntry))
-    return LEAVE_OUT if has_layouts else JOINED_BY_OWNER
+    comparison, torn = _Comparison(files), dict[str, str]()
+    for path, parts in tensors.items():
+        entry, unequal = _joined(path, sections[path], parts, comparison)
+        flaws = (part.flaw for part in parts if part.flaw is not None)
+        complaint = next(flaws, None) or _disagreement(parts[0], parts)
+        if complaint is not None:
+            replicas.complaints[entry.fqn] = complaint
+        if unequal is None:
+            replicas.add(entry, several=len(parts) > 1)
+            continue
+        one, other = unequal
+        two = f"ranks {one.rank} and {other.rank}"
+        if not parts[0].is_plain:
+            replicas.add(entry, several=True)
+            torn[entry.fqn] = f"{one.chunk.box} ({two})"
+            continue
+        alone = replace(entry, compared=True)
+        held = [
+            (part.rank, replace(alone, dtype=part.dtype, shape=part.shape, chunks=(part.chunk,)))
+            for part in parts
+        ]
+        replicas.add_unequal(entry, held, rank=other.rank, how=f"not the same on {two}")
+    return torn
 
 
 def _add_object(
-    replicas: Replicas, path: Path, held: Sequence[RankObject], section: Section
+    replicas: Replicas, held: Sequence[ObjectEntry], section: Section, ranks: Mapping[str, int]
 ) -> None:
     """Take in an object as the ranks hold it; what is not opened is equal to no other."""
-    first, entry = held[0], _object(path, held[0], section)
-    for other in () if first.is_tensor else held[1:]:
-        are_opened = first.is_opened and other.is_opened
+    first = replace(held[0], section=section)
+    for other in () if _holds_tensors(first) else held[1:]:
+        are_opened = first.opened and other.opened
         if not are_opened or not are_same(other.value, first.value):
-            values = " and ".join(f"{part.value!r} on rank {part.rank}" for part in (first, other))
-            own = ((part.rank, _object(path, part, section)) for part in held)
-            how = values if are_opened else ""
-            replicas.add_unequal(entry, own, rank=other.rank, how=how)
+            own = [(ranks[one.data.path], replace(one, section=section)) for one in held]
+            rank = ranks[other.data.path]
+            values = f"{first.value!r} on rank {own[0][0]} and {other.value!r} on rank {rank}"
+            replicas.add_unequal(first, own, rank=rank, how=values if are_opened else "")
             return
-    replicas.add(entry, several=len(held) > 1)
-
-
-def _object(path: Path, part: RankObject, section: Section) -> ObjectEntry:
-    return ObjectEntry(
-        fqn=names.join(path),
-        path=path,
-        section=section,
-        data=part.data,
-        value=part.value,
-        opened=part.is_opened,
-        type_name=part.type_name,
-        flaw=part.flaw,
-    )
+    replicas.add(first, several=len(held) > 1)

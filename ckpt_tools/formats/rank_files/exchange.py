@@ -39,10 +39,9 @@ def families_of(listings: Sequence[Sequence[RankFile]], *, where: str) -> tuple[
     by_rank: dict[tuple[str, int], RankFile] = {}
     for rank, files in enumerate(listings):
         for file in files:
-            if file.rank == rank:
-                by_rank[file.pattern, rank] = file
-            else:
-                by_rank.setdefault((file.pattern, file.rank), file)
+            place = file.pattern, file.rank
+            if file.rank == rank or place not in by_rank:
+                by_rank[place] = file
     if not by_rank:
         raise IncompleteError(
             f"{where} holds no file of any rank.",
@@ -68,16 +67,16 @@ def read_headers(
     with Files() as files:
         headers, is_one_of = RankHeaders(), len(families) > 1
         for family in families:
-            own = tuple(file for file in family.files if file.rank == rank)
-            headers.read(family._replace(files=own), files, options, contained=is_one_of)
+            own = tuple(file for file in family if file.rank == rank)
+            headers.read(own, files, options, contained=is_one_of)
         if headers.broken:
             raise headers.broken[0][1]
         if not headers.sizes:
             raise IncompleteError(
                 f"{where} holds no file of rank {rank} on the machine of that rank.",
-                hint=f"It should be {families[0].path_of(rank)}.",
+                hint=f"It should be {families[0][0].path_of(rank)}.",
             )
-        for parts in headers.gathered.tensors.values():
+        for parts in headers.tensors.values():
             for at, part in enumerate(parts):
                 # The CRC of its own elements, where others would read them to compare.
                 is_known = part.crc is not None and part.fills_record
@@ -89,7 +88,7 @@ def read_headers(
 
 def parts_in(headers: RankHeaders) -> dict[str, RankTensor]:
     """One rank's part of each tensor, by name."""
-    return {names.join(path): parts[0] for path, parts in headers.gathered.tensors.items()}
+    return {names.join(path): parts[0] for path, parts in headers.tensors.items()}
 
 
 def joined_index(

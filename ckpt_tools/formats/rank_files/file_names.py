@@ -10,10 +10,10 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from glob import escape
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.core.text import counted
-from ckpt_tools.errors import UnsupportedError, UsageError, paths_instead
+from ckpt_tools.errors import CkptError, UnsupportedError, UsageError, paths_instead
 
 _RANK = re.compile(r"(?i)(?<![a-z])rank[-_.]?(\d+)(?:[-_]?of[-_]?(\d+))?(?=[-_.])")
 _WORLD = re.compile(r"(?i)(?<![a-z])world[-_]?size[-_]?(\d+)(?=[-_.])")
@@ -41,19 +41,13 @@ class RankFile(NamedTuple):
     family: str
     pattern: str
 
-
-class Family(NamedTuple):
-    """The files of one pattern, one of each rank, in the order of their ranks."""
-
-    name: str
-    pattern: str
-    world_size: int | None
-    files: tuple[RankFile, ...]
-
     def path_of(self, rank: int) -> str:
-        """Where the file of a rank should be, beside the first one."""
-        folder = os.path.dirname(self.files[0].path)
-        return os.path.join(folder, self.pattern.replace("*", str(rank)))
+        """Where the file of another rank should be, beside this one."""
+        return os.path.join(os.path.dirname(self.path), self.pattern.replace("*", str(rank)))
+
+
+# The files of one pattern, one of each rank, in the order of their ranks; never none.
+Family: TypeAlias = tuple[RankFile, ...]
 
 
 def parse(path: str) -> RankFile | None:
@@ -92,11 +86,7 @@ def families(paths: Iterable[str]) -> list[Family]:
                 f"{other.path} and {file.path} both say that they are of rank {file.rank}.",
                 hint="Name the files of one checkpoint by a quoted glob.",
             )
-    made = []
-    for pattern, ranks in sorted(by_pattern.items()):
-        files = tuple(ranks[rank] for rank in sorted(ranks))
-        made.append(Family(files[0].family, pattern, files[0].world_size, files))
-    return made
+    return [tuple(ranks[rank] for rank in sorted(ranks)) for _, ranks in sorted(by_pattern.items())]
 
 
 def joined(families: Sequence[Family], *, where: str) -> tuple[Family, ...]:
@@ -109,30 +99,23 @@ def joined(families: Sequence[Family], *, where: str) -> tuple[Family, ...]:
             f"{where}: none of these files has a rank in its name.",
             hint="Names such as model_world_size_8_rank_3.pt or rank3.pt tell the rank.",
         )
-    sizes = sorted({family.world_size for family in families if family.world_size is not None})
-    parts = [_part(family.name) for family in families]
+    firsts = [family[0] for family in families]
+    sizes = sorted({one.world_size for one in firsts if one.world_size is not None})
+    parts = [_part(one.family) for one in firsts]
     if len(families) == 1 or (
         None not in parts and len(set(parts)) == len(families) and len(sizes) < 2
     ):
         order = sorted(zip(parts, families, strict=True), key=lambda pair: pair[0] or "")
         return tuple(family for _, family in order)
-    listing = [f"  {f.pattern}  ({counted(len(f.files), 'file')})" for f in families]
-    instead = paths_instead(where, [os.path.join(escape(where), f.pattern) for f in families])
-    hint = "Choose one with a quoted glob."
+    listing = [f"  {f[0].pattern}  ({counted(len(f), 'file')})" for f in families]
+    instead = paths_instead(where, [os.path.join(escape(where), one.pattern) for one in firsts])
+    kind: type[CkptError] = UsageError
+    held = "several families of rank files, which are not one checkpoint"
     if len(sizes) > 1:
-        shown = " and ".join(map(str, sizes))
-        raise UnsupportedError(
-            f"{where} holds files of {len(sizes)} world sizes, {shown}, of different saves:",
-            *listing,
-            hint=hint,
-            instead=instead,
-        )
-    raise UsageError(
-        f"{where} holds several families of rank files, which are not one checkpoint:",
-        *listing,
-        hint=hint,
-        instead=instead,
-    )
+        kind, shown = UnsupportedError, " and ".join(map(str, sizes))
+        held = f"files of {len(sizes)} world sizes, {shown}, of different saves"
+    hint = "Choose one with a quoted glob."
+    raise kind(f"{where} holds {held}:", *listing, hint=hint, instead=instead)
 
 
 def _part(name: str) -> str | None:

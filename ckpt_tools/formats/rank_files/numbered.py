@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 from ckpt_tools.formats.pickle.state_dict import flatten
-from ckpt_tools.formats.pickle.stored import StoredDTensor, StoredMesh
+from ckpt_tools.formats.pickle.stored import StoredDTensor
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files.checks import own_rank
 from ckpt_tools.formats.rank_files.file_names import SUFFIXES, Family, RankFile
@@ -23,6 +23,7 @@ from ckpt_tools.formats.torch_file.open import open_saved
 from ckpt_tools.storage.reader import Files
 
 _NUMBER = re.compile(r"\d+")
+_SEVERAL_SAVES = "They are of several saves; choose the files of one with a quoted glob."
 _LAST_STAR = re.compile(r"\*\D*\Z")
 
 
@@ -30,10 +31,10 @@ def are_rank_files(paths: Iterable[str]) -> bool:
     """Whether files with a number hold the shards of ranks; one of each kind is opened."""
     for _, group in _groups(paths):
         try:
-            mesh = _mesh(group[0], ReadOptions())
+            size, _ = _mesh(group[0], ReadOptions())
         except (CheckpointError, OSError):
             continue
-        if mesh is not None:
+        if size > 1:
             return True
     return False
 
@@ -47,22 +48,20 @@ def families(paths: Iterable[str], options: ReadOptions) -> list[Family]:
     Raises IncompleteError when there are fewer files than ranks, and UnsupportedError when there
     are more, or when two files are of one rank.
     """
-    groups = [
-        (pattern, group, mesh_of(mesh).size)
-        for pattern, group in _groups(paths)
-        if (mesh := _mesh(group[0], options)) is not None
-    ]
     sized: dict[frozenset[str], tuple[str, list[str]]] = {}
-    for pattern, group, size in groups:
+    last: list[tuple[str, list[str]]] = []
+    for pattern, group in _groups(paths):
+        size, _ = _mesh(group[0], options)
+        if size < 2:
+            continue
+        if _LAST_STAR.search(pattern):
+            last.append((pattern, group))
         if len(group) == size:
-            meshes = [_mesh(path, options) for path in group]
-            stated = [own_rank(mesh) for mesh in meshes if mesh is not None]
+            stated = (_mesh(path, options)[1] for path in group)
             known = [rank for rank in stated if rank is not None]
             if len(set(known)) == len(known):
                 sized[frozenset(group)] = pattern, group
-    last = [(pattern, group) for pattern, group, _ in groups if _LAST_STAR.search(pattern)]
-    chosen = list(sized.values()) or last
-    return [_family(pattern, group, options) for pattern, group in chosen]
+    return [_family(*chosen, options) for chosen in list(sized.values()) or last]
 
 
 def _groups(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -92,39 +91,38 @@ def _groups(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _mesh(path: str, options: ReadOptions) -> StoredMesh | None:
-    """The largest mesh of the DTensors in a file; None without a mesh of several ranks."""
+def _mesh(path: str, options: ReadOptions) -> tuple[int, int | None]:
+    """The size of the largest mesh of the DTensors in a file, 1 where there is none, and the rank
+    that it says has saved the file, None where it does not say.
+    """
     with Files() as files:
         state = flatten(open_saved(path, files, options=options).value, where=path)
     meshes = [leaf.stored.mesh for leaf in state.tensors if isinstance(leaf.stored, StoredDTensor)]
     mesh = max(meshes, key=lambda one: mesh_of(one).size, default=None)
-    return mesh if mesh is not None and mesh_of(mesh).size > 1 else None
+    if mesh is None or mesh_of(mesh).size < 2:
+        return 1, None
+    return mesh_of(mesh).size, own_rank(mesh)
 
 
 def _family(pattern: str, group: Sequence[str], options: ReadOptions) -> Family:
     name = re.sub(r"[-_.]+\Z", "", pattern.partition("*")[0])
+    meshes = [_mesh(path, options) for path in group]
+    size = max(size for size, _ in meshes)
     ranks: dict[int, RankFile] = {}
-    size = 0
-    for number, path in enumerate(group):
-        mesh = _mesh(path, options)
-        size = max(size, 0 if mesh is None else mesh_of(mesh).size)
-        stated = None if mesh is None else own_rank(mesh)
+    for number, (path, (_, stated)) in enumerate(zip(group, meshes, strict=True)):
         rank = number if stated is None else stated
-        other = ranks.setdefault(rank, RankFile(path, rank, None, name, pattern))
+        other = ranks.setdefault(rank, RankFile(path, rank, size, name, pattern))
         if other.path != path:
             raise UnsupportedError(
                 f"{other.path} and {os.path.basename(path)} were both saved by rank {rank}.",
-                hint="They are of several saves; choose the files of one with a quoted glob.",
+                hint=_SEVERAL_SAVES,
             )
+    held = f"{len(group)} files {pattern} hold the shards of a mesh of {size} ranks"
     if len(group) < size:
         raise IncompleteError(
-            f"{len(group)} files {pattern} hold the shards of a mesh of {size} ranks: "
-            f"{some([os.path.basename(path) for path in group])}.",
+            f"{held}: {some([os.path.basename(path) for path in group])}.",
             hint="Bring the files of the other ranks into the same folder.",
         )
     if len(group) > size:
-        raise UnsupportedError(
-            f"{len(group)} files {pattern} hold the shards of a mesh of {size} ranks.",
-            hint="They are of several saves; choose the files of one with a quoted glob.",
-        )
-    return Family(name, pattern, size, tuple(ranks[rank] for rank in sorted(ranks)))
+        raise UnsupportedError(f"{held}.", hint=_SEVERAL_SAVES)
+    return tuple(ranks[rank] for rank in sorted(ranks))

@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpt_tools.core import names
 from ckpt_tools.core.coverage import uncovered
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
+from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, FileEntry, ObjectEntry, Path
+from ckpt_tools.core.state_tree import Branch, merge
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
@@ -33,7 +35,7 @@ from ckpt_tools.formats.pickle.interpret import collector_paused
 from ckpt_tools.formats.pickle.state_dict import StateDict, flatten
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import checks, file_names, numbered
-from ckpt_tools.formats.rank_files.entries import Gathered, RankObject, entries_of, rank_tensors
+from ckpt_tools.formats.rank_files.entries import RankTensor, entries_of, rank_tensors
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
 from ckpt_tools.formats.torch_file.open import SavedFile, open_saved
 from ckpt_tools.storage import paths
@@ -55,13 +57,13 @@ def matches(path: str) -> bool:
     if not paths.is_dir(path):
         return False
     try:
-        names = _names(path)
+        inside = _names(path)
     except OSError:
         return False
-    named = list(filter(None, map(file_names.parse, names)))
+    named = list(filter(None, map(file_names.parse, inside)))
     if named:
         return any(file.rank > 0 or file.world_size is not None for file in named)
-    return numbered.are_rank_files(os.path.join(path, name) for name in names)
+    return numbered.are_rank_files(os.path.join(path, name) for name in inside)
 
 
 def read_index(
@@ -96,8 +98,7 @@ def read_index(
         if not named:
             for family in families:
                 ranks = [
-                    f"{os.path.relpath(one.path, root)} is of rank {one.rank}"
-                    for one in family.files
+                    f"{os.path.relpath(one.path, root)} is of rank {one.rank}" for one in family
                 ]
                 text = "Ranks were taken from the meshes in the files, not from names"
                 headers.notes.append(f"{text}: {some(ranks)}.")
@@ -111,32 +112,49 @@ def _names(folder: str) -> list[str]:
 
 @dataclass(slots=True)
 class RankHeaders:
-    """What the files read so far hold, without their bytes: a value that can be sent."""
+    """What the files read so far hold, without their bytes: a value that can be sent.
 
-    gathered: Gathered = field(default_factory=Gathered)
+    ``tensors`` and ``objects`` are what each rank holds, by path, in the order of the ranks;
+    ``tree`` has the names of all, and ``clashes`` say what does not fit into it. ``held`` are the
+    names in the files of each pattern.
+    """
+
+    tensors: dict[Path, list[RankTensor]] = field(default_factory=dict)
+    objects: dict[Path, list[ObjectEntry]] = field(default_factory=dict)
+    tree: Branch[str] = NO_TREE
     ranks: checks.Ranks = field(default_factory=checks.Ranks)
     sizes: dict[str, int] = field(default_factory=dict)
     ties: ties.Ties = ()
-    broken: list[tuple[Family, UnreadableError]] = field(default_factory=list)
+    broken: list[tuple[RankFile, UnreadableError]] = field(default_factory=list)
     held: dict[str, set[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    clashes: list[CheckpointError] = field(default_factory=list)
+    _last_tree: Branch[str] = NO_TREE
 
     def read(self, family: Family, files: Files, options: ReadOptions, *, contained: bool) -> None:
-        """Read the files of a family, in the order of their ranks."""
+        """Read files of a family, in the order of their ranks."""
         family_ties: ties.Ties | None = None
-        opening = _opened(family.files, files, options)
-        for file, opened in zip(family.files, opening, strict=True):
+        opening = _opened(family, files, options)
+        for file, opened in zip(family, opening, strict=True):
             try:
                 state, pickle = self._state(file, opened, files, contained=contained)
             except (UnsupportedError, UnsafePickleError) as error:
-                if not file_names.holds_other_state(family.name):
+                if not file_names.holds_other_state(file.family):
                     raise
                 self._keep_closed(file, error)
                 continue
             except UnreadableError as error:
-                self.broken.append((family, error.losing(file.path)))
+                self.broken.append((file, error.losing(file.path)))
                 continue
-            self._gather(file, state, pickle)
+            for leaf in state.objects:
+                alike = self.objects.setdefault(leaf.path, [])
+                # Names are kept once; all of them together say what section they are of.
+                named = leaf._replace(fqn=alike[0].fqn, path=alike[0].path) if alike else leaf
+                alike.append(named.entry("other", pickle))
+            self._add_tree(state.tree, file.path)
+            self.ranks.see(file, [leaf.stored for leaf in state.tensors])
+            own = {leaf.fqn for leaf in state.tensors} | {leaf.fqn for leaf in state.objects}
+            self._hold(file.pattern, own)
             if family_ties is None:
                 family_ties = ties.tied(state.tensors)
             elif family_ties:
@@ -146,7 +164,10 @@ class RankHeaders:
     def _state(
         self, file: RankFile, opened: Callable[[], SavedFile], files: Files, *, contained: bool
     ) -> tuple[StateDict, ByteRange]:
-        """The leaves of one file, in the container they belong into, and its pickle's place."""
+        """The leaves of one file, in the container they belong into, and its pickle's place.
+
+        The parts of its tensors are taken in, all of them or, where one cannot be read, none.
+        """
         self.sizes[file.path] = files.size(file.path)
         saved = opened()
         container: tuple[str, ...] = ()
@@ -160,79 +181,87 @@ class RankHeaders:
                     raise other.flaw.at(f"{file.path}: {other.fqn}")
         parts = [[*rank_tensors(leaf.stored, saved, file.rank)] for leaf in state.tensors]
         for leaf, held in zip(state.tensors, parts, strict=True):
-            self.gathered.tensors.setdefault(leaf.path, []).extend(held)
+            self.tensors.setdefault(leaf.path, []).extend(held)
         return state, saved.pickle
 
-    def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange) -> None:
-        self.gathered.add_tree(state.tree, file.path)
-        for leaf in state.objects:
-            part = RankObject(file.rank, pickle, leaf.value, leaf.type_name, leaf.flaw)
-            self.gathered.objects.setdefault(leaf.path, []).append(part)
-        self.ranks.see(file, [leaf.stored for leaf in state.tensors])
-        held = self.held.setdefault(file.pattern, set())
-        names = {leaf.fqn for leaf in state.tensors} | {leaf.fqn for leaf in state.objects}
-        for pattern, others in self.held.items():
-            twins = names & others if pattern != file.pattern else ()
-            if twins:
+    def _hold(self, pattern: str, own: set[str]) -> None:
+        """Take in the names in a file of a pattern. Raises UnsupportedError for a name in two."""
+        for other, held in self.held.items():
+            if other != pattern and not held.isdisjoint(own):
                 raise UnsupportedError(
-                    f"{min(twins)} is in the files {pattern} and in {file.pattern}.",
+                    f"{min(held & own)} is in the files {other} and in {pattern}.",
                     hint="Choose one of them with a quoted glob.",
                 )
-        held |= names
+        self.held.setdefault(pattern, set()).update(own)
 
     def _keep_closed(self, file: RankFile, error: CheckpointError) -> None:
         """Keep a file of other state that cannot be opened as one opaque object."""
         data = ByteRange(file.path, 0, self.sizes[file.path])
-        part = RankObject(file.rank, data, None, "torch.save file")
         path = (file.family, f"rank_{file.rank}")
-        self.gathered.objects[path] = [part]
+        entry = ObjectEntry(names.join(path), path, "other", data, type_name="torch.save file")
+        self.objects[path] = [entry]
         self.notes.append(f"Kept closed: {error.message}")
 
     def add(self, other: RankHeaders, whose: str) -> None:
         """Take in what another process has read; ``whose`` says of what, in an error."""
-        for path, parts in other.gathered.tensors.items():
-            self.gathered.tensors.setdefault(path, []).extend(parts)
-        for path, objects in other.gathered.objects.items():
-            self.gathered.objects.setdefault(path, []).extend(objects)
-        self.gathered.add_tree(other.gathered.tree, whose)
-        self.gathered.clashes += other.gathered.clashes
+        for path, parts in other.tensors.items():
+            self.tensors.setdefault(path, []).extend(parts)
+        for path, objects in other.objects.items():
+            self.objects.setdefault(path, []).extend(objects)
+        self._add_tree(other.tree, whose)
+        self.clashes += other.clashes
         self.ranks.seats += other.ranks.seats
         self.sizes |= other.sizes
         for pattern, held in other.held.items():
-            self.held.setdefault(pattern, set()).update(held)
+            self._hold(pattern, held)
         self.notes += other.notes
+
+    def _add_tree(self, tree: Branch[str], where: str) -> None:
+        """Take in the tree of one rank's file, or what other ranks' trees were put into."""
+        if tree == self._last_tree:
+            return
+        self._last_tree = tree
+        try:
+            self.tree = merge(self.tree, tree) if self.tree.items else tree
+        except UnsupportedError as error:
+            known = set(self.tree.leaves())
+            about = [fqn for fqn in tree.leaves() if fqn not in known]
+            message = (
+                f"{where} is nested differently from the files of lower ranks: {error.message}"
+            )
+            self.clashes.append(UnsupportedError(message, hint=error.hint, about=about))
 
     def index(self, root: str, families: Sequence[Family], files: Files) -> CheckpointIndex:
         """The index of all that was read; raises the first error when that is nothing.
 
         ``files`` are read only to compare small replicas.
         """
-        if self.broken and len(self.broken) == sum(len(family.files) for family in families):
+        if self.broken and len(self.broken) == sum(map(len, families)):
             raise self.broken[0][1]
         world = self.ranks.world_size(families)
-        entries = entries_of(root, self.gathered, files)
+        ranks = {file.path: file.rank for family in families for file in family}
+        entries = entries_of(root, self.tensors, self.objects, self.tree, ranks, files)
         spared = [f for f in families if checks.are_whole_groups(f, world, entries.tensors)]
-        needed = [family for family in families if family not in spared]
-        absent = {f: set(range(world)) - {file.rank for file in f.files} for f in needed}
-        missing = [family.path_of(rank) for family in needed for rank in sorted(absent[family])]
+        needed = [f for f in families if f not in spared]
+        missing = [f[0].path_of(rank) for f in needed for rank in checks.absent_ranks(f, world)]
         flaws = uncovered(entries.tensors) if self.broken or missing else ()
         holes = frozenset().union(*(problem.about for problem in flaws))
         # Lost files of a family damage its entries with holes, where any have, else all of it; none
         # are named when that is the whole checkpoint.
-        about: dict[Family, Collection[str]] = {}
+        about: dict[str, Collection[str]] = {}
+        lost: list[CheckpointError] = []
         for family in families:
-            held = self.held.get(family.pattern, set())
-            about[family] = held & holes or (held if len(families) > 1 else ())
+            pattern = family[0].pattern
+            held = self.held.get(pattern, set())
+            about[pattern] = held & holes or (held if len(families) > 1 else ())
+            if family in needed:
+                gone = checks.missing(family, world, entries.tensors, held=held)
+                lost += [error.concerning(about[pattern]) for error in gone]
         problems = [
-            *(error.concerning(about[family]) for family, error in self.broken),
+            *(error.concerning(about[file.pattern]) for file, error in self.broken),
             *self.ranks.problems(families, world),
-            *(
-                error.concerning(about[family])
-                for family in needed
-                for error in checks.missing(
-                    family, world, entries.tensors, held=self.held.get(family.pattern, set())
-                )
-            ),
+            *lost,
+            *self.clashes,
             *entries.problems,
         ]
         known = {fqn for problem in problems for fqn in problem.about}

@@ -60,6 +60,7 @@ from ckpt_tools.formats.torch_file.generations import (
 from ckpt_tools.formats.torch_file.write import archive_name, items_in
 from ckpt_tools.formats.zip.layout import lay_out
 
+_WITH_TENSORS = ("model", "optim", "optimizer")
 _NAMING = "{family}_world_size_{world}_rank_{rank}.pt"
 
 
@@ -84,7 +85,14 @@ def plan_files(
     require_mesh_size(targets, mesh.size)
     files: list[PlannedFile] = []
     whole = placed_tree(targets, objects, options.tree)
-    for family, part in _families(whole, naming=naming).items():
+    parts = {str(name): part for name, part in whole.pairs() if isinstance(part, Branch)}
+    # One family for each part, where all is in containers that families are named after.
+    are_families = len(parts) == len(whole.items) > 1 and all(
+        name in _WITH_TENSORS or rank_names.holds_other_state(name) for name in parts
+    )
+    if "{family}" not in naming or not are_families:
+        parts = {"model": whole}
+    for family, part in parts.items():
         planner = _Planner(
             part, ranks=mesh.size, device_type=options.device_type, generation=generation
         )
@@ -96,22 +104,6 @@ def plan_files(
             for rank in range(mesh.size)
         ]
     return LazyPlans(files)
-
-
-def _families(
-    tree: Branch[Target | ObjectEntry], *, naming: str
-) -> dict[str, Branch[Target | ObjectEntry]]:
-    """What goes into the files of each name: a part of the checkpoint, or all of it, unless all
-    stands in containers that a family of rank files can be named after.
-    """
-    known = ("model", "optim", "optimizer")
-    are_parts = all(
-        isinstance(item, Branch) and (part in known or rank_names.holds_other_state(str(part)))
-        for part, item in tree.pairs()
-    )
-    if "{family}" not in naming or len(tree.items) < 2 or not are_parts:
-        return {"model": tree}
-    return {str(part): inner for part, inner in tree.pairs() if isinstance(inner, Branch)}
 
 
 class _Contents(NamedTuple):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from ckpt_tools.core.index import ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Target
-from ckpt_tools.formats.protocol import PackageFormat, PlanOptions, Reader
+from ckpt_tools.formats.protocol import Format, PlanOptions, Reader
 
 
-class Safetensors(PackageFormat):
+class Safetensors(Format):
     """One file, or a folder of shards with an index JSON; it has no containers and no checksums."""
 
     name = "safetensors"

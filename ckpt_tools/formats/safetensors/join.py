@@ -21,7 +21,7 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Chunk, HeaderStrings, TensorEntry
 from ckpt_tools.core.text import rank_spans, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
-from ckpt_tools.formats.numbered import Gaps, absent, owners, two_saves
+from ckpt_tools.formats.numbered import Reading, absent, owners, two_saves
 from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
 from ckpt_tools.formats.safetensors.sections import KEY, Home, Homes, decoded
 from ckpt_tools.formats.slices import both_hold
@@ -188,61 +188,58 @@ def _entry(
     return entry
 
 
-def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorEntry]) -> Gaps:
-    """What the numbers in ``shard-R-model-i-of-N`` names, and the boxes, prove to be missing.
+def find_gaps_in_ranks(
+    reading: Reading, folder: str, present: Iterable[str], tensors: Sequence[TensorEntry]
+) -> None:
+    """Take in what numbers in ``shard-R-model-i-of-N`` names, and the boxes, prove to be missing.
 
     A last rank whose files are all missing leaves no trace: nothing here can see it.
     """
     matches = [match for name in present if (match := SHARD.fullmatch(name))]
     have = {(int(match[1]), int(match[2])) for match in matches}
     counts = sorted({int(match[3]) for match in matches})
-    gaps = Gaps([], [], [])
     if not have:
-        return gaps
+        return
     if len(counts) > 1:
-        gaps.problems.append(two_saves(folder, counts))
-        return gaps
+        reading.missing.append(two_saves(folder, counts))
+        return
     ranks, count = {rank for rank, _ in have}, counts[0]
     without = absent(ranks, max(ranks))
     covered = not any(uncovered(tensors))
     if without and covered:  # a rank with nothing to save writes no file
         shown = rank_spans([rank - 1 for rank in without])
-        gaps.notes.append(
+        reading.notes.append(
             f"No file of {'ranks' if len(without) > 1 else 'rank'} {shown}: every row of every "
             "tensor is in the other files: it had nothing to save, or tensors that no other file "
             "names. `verify --expect-ranks N` checks that all N ranks have a file."
         )
     for rank in () if covered else without:
-        gaps.paths.append(f"{folder}/{_shard_name(rank, 1, count)}")
-        gaps.problems.append(
-            IncompleteError(
-                f"{gaps.paths[-1]} does not exist: rank {rank - 1} has no file, ranks up to "
-                f"{max(ranks) - 1} have.",
-                hint="Copy the files of every rank into one folder.",
-            )
+        path = f"{folder}/{_shard_name(rank, 1, count)}"
+        problem = IncompleteError(
+            f"{path} does not exist: rank {rank - 1} has no file, ranks up to {max(ranks) - 1} "
+            "have.",
+            hint="Copy the files of every rank into one folder.",
         )
+        reading.lacks(path, problem)
     for number in absent({number for _, number in have}, count):
-        gaps.paths.append(f"{folder}/{_shard_name(1, number, count)}")
-        gaps.problems.append(
-            IncompleteError(f"{folder}: no rank has its file {number} of {count}.")
-        )
-    _shortened(folder, have, tensors, count=count, gaps=gaps)
-    return gaps
+        problem = IncompleteError(f"{folder}: no rank has its file {number} of {count}.")
+        reading.lacks(f"{folder}/{_shard_name(1, number, count)}", problem)
+    _find_shortened(reading, folder, have, tensors, count=count)
 
 
 def _shard_name(rank: int, number: int, count: int) -> str:
     return f"shard-{rank:05}-model-{number:05}-of-{count:05}.safetensors"
 
 
-def _shortened(
+def _find_shortened(
+    reading: Reading,
     folder: str,
     have: set[tuple[int, int]],
     tensors: Sequence[TensorEntry],
     *,
     count: int,
-    gaps: Gaps,
 ) -> None:
-    """Files of the last rank that must have been there, by the sizes of the others' pieces.
+    """Take in files of the last rank that must have been there, by the sizes of the others' pieces.
 
     Holes show where any other rank's file is missing. Without the last one a tensor only ends
     early, and then its pieces are larger than an even split of what is there.
@@ -254,13 +251,12 @@ def _shortened(
         ended = (t for t in tensors if any(c.data.path.endswith(tail) for c in t.chunks))
         cut = next((tensor for tensor in ended if not _even(tensor, widths)), None)
         if cut is not None:
-            gaps.paths.append(f"{folder}/{_shard_name(top, number, count)}")
-            gaps.problems.append(
-                IncompleteError(
-                    f"{gaps.paths[-1]} does not exist, and {cut.fqn} ends early without it: "
-                    f"{list(cut.chunks[0].box.sizes)} is not an even piece of {list(cut.shape)}."
-                )
+            path = f"{folder}/{_shard_name(top, number, count)}"
+            problem = IncompleteError(
+                f"{path} does not exist, and {cut.fqn} ends early without it: "
+                f"{list(cut.chunks[0].box.sizes)} is not an even piece of {list(cut.shape)}."
             )
+            reading.lacks(path, problem)
 
 
 def _even(entry: TensorEntry, widths: Sequence[int]) -> bool:

@@ -20,9 +20,7 @@ from ckpt_tools.formats.foreign import sniff
 from ckpt_tools.formats.numbered import (
     INDEX_SUFFIX,
     NUMBERED,
-    Index,
     Reading,
-    gaps_in_numbers,
     index_among,
     names_in,
     only_a_part,
@@ -72,7 +70,7 @@ class _Reading(Reading):
             files=tuple(sorted(self.files)),
             world_size=world_size,
             notes=tuple(self.notes),
-            problems=(*islice(filter(None, said), 1), *self.problems),
+            problems=(*islice(filter(None, said), 1), *self.missing, *self.problems),
             strings=parts_of.strings_of(self.parts, self.tensors),
         )
 
@@ -109,16 +107,16 @@ def read_index(
             return _read_folder(reading, folder, names)
         if listed is None:
             return _read_single(reading, place)
-        index = parse_index(listed, files)
-        reading.read_listed(index)
-        reading.join(index.weight_map)
+        weight_map, total_size = parse_index(listed, files)
+        reading.read_listed(listed, weight_map)
+        reading.join(weight_map)
         total = sum(entry.nbytes for entry in reading.tensors)
-        if index.total_size not in (None, total) and not reading.problems:
+        if total_size not in (None, total) and not reading.problems:
             reading.notes.append(
-                f"{index.name} gives a total_size of {index.total_size:,} bytes; "
+                f"{os.path.basename(listed)} gives a total_size of {total_size:,} bytes; "
                 f"the tensors have {total:,}."
             )
-        _look_beside(reading, index, (paths.joined(folder, name) for name in names))
+        _look_beside(reading, listed, (paths.joined(folder, name) for name in names))
         _check_consolidated(reading, folder)
         return reading.result()
 
@@ -154,8 +152,8 @@ def _read_folder(reading: _Reading, folder: str, names: list[str]) -> Checkpoint
     reading.read_unlisted(paths.joined(folder, name) for name in names)
     reading.join({})
     ranks = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
-    reading.add_gaps(parts_of.gaps_in_ranks(folder, names, reading.tensors))
-    reading.add_gaps(gaps_in_numbers(folder, [n for n in names if not SHARD.fullmatch(n)]))
+    reading.find_gaps(folder, [name for name in names if not SHARD.fullmatch(name)])
+    parts_of.find_gaps_in_ranks(reading, folder, names, reading.tensors)
     if ranks:
         reading.notes.append(
             f"Shapes come from the boxes in the files of {max(ranks)} ranks, since the format has "
@@ -188,7 +186,7 @@ def _without_copies(reading: _Reading, names: list[str]) -> list[str]:
     return [name for name in names if name not in copies]
 
 
-def _look_beside(reading: _Reading, index: Index, present: Iterable[str]) -> None:
+def _look_beside(reading: _Reading, index: str, present: Iterable[str]) -> None:
     """Files that the index leaves out: harmless, unless they hold the same names otherwise."""
     listed = {file.path for file in reading.files}
     known = {entry.fqn for entry in reading.tensors}
@@ -204,7 +202,7 @@ def _look_beside(reading: _Reading, index: Index, present: Iterable[str]) -> Non
                 CheckpointError(
                     f"{path} is not in the index, and it holds {some(sorted(same), 3)}, as the "
                     "index's own files do: two checkpoints in one folder.",
-                    hint=f"Name the one that you mean: {path} or {index.path}",
+                    hint=f"Name the one that you mean: {path} or {index}",
                 )
             )
         else:

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Target
-from ckpt_tools.formats.protocol import ChecksumPart, PackageFormat, PlanOptions, Reader, Writes
+from ckpt_tools.formats.protocol import ChecksumPart, Format, PlanOptions, Reader, Writes
 from ckpt_tools.storage.reader import Files
 
 
-class TorchSave(PackageFormat):
+class TorchSave(Format):
     """What all formats of torch.save files have in common."""
 
     nested = True

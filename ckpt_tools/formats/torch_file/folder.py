@@ -16,7 +16,6 @@ from ckpt_tools.formats.numbered import (
     INDEX_SUFFIX,
     NUMBERED,
     Reading,
-    gaps_in_numbers,
     index_among,
     names_in,
     owners,
@@ -60,12 +59,12 @@ def read_index(
         names = names_in(path, SUFFIX) if paths.is_dir(path) else []
         listed = index_among(path, names) if paths.is_dir(path) else paths.normal(path)
         if listed is not None:
-            index = parse_index(listed, files)
-            reading.read_listed(index)
-            return reading.result(index.weight_map)
+            weight_map, _ = parse_index(listed, files)
+            reading.read_listed(listed, weight_map)
+            return reading.result(weight_map)
         numbered = [name for name in names if NUMBERED.fullmatch(name)]
         reading.read_unlisted(f"{path}/{name}" for name in numbered)
-        reading.add_gaps(gaps_in_numbers(path, numbered))
+        reading.find_gaps(path, numbered)
         return reading.result({})
 
 
@@ -97,7 +96,11 @@ class _Reading(Reading):
             files=tuple(sorted(self.files)),
             ties=tuple(tie for part in self.parts for tie in part.ties),
             notes=tuple(note for part in self.parts for note in part.notes),
-            problems=(*self.problems, *(both_hold(*two, fqns) for two, fqns in doubles.items())),
+            problems=(
+                *self.missing,
+                *self.problems,
+                *(both_hold(*two, fqns) for two, fqns in doubles.items()),
+            ),
         )
         return index.holding(
             entry

@@ -310,8 +310,8 @@ def _packed_box(dtype: DType, sizes: tuple[int, ...]) -> _Packed:
 def _packed(entry: ObjectEntry | _Container) -> _Packed:
     """An object's archive byte for byte, or its value pickled; a container with whole tensors."""
     if isinstance(entry, _Container):
-        packed = pack(entry.tree)
-        return _laid_out(packed.pickle, packed.sizes, packed.targets)
+        pickle, targets = pack(entry.tree)
+        return _laid_out(pickle, [one.nbytes for one in targets], targets)
     if entry.codec != TORCH_SAVE:
         return _laid_out(dumps(object_node(entry)), ())
     length, byte = entry.data.length, BY_NAME["uint8"]

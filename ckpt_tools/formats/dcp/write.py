@@ -42,12 +42,8 @@ from ckpt_tools.core.plan import (
 from ckpt_tools.core.state_tree import Branch, Path
 from ckpt_tools.formats.dcp.flattening import items_of
 from ckpt_tools.formats.dcp.items import TORCH_SAVE
-from ckpt_tools.formats.dcp.metadata_write import (
-    Metadata,
-    StoredFile,
-    StoredPart,
-    TensorRecord,
-)
+from ckpt_tools.formats.dcp.metadata import TensorMeta
+from ckpt_tools.formats.dcp.metadata_write import StoredFile, StoredPart, plan_metadata
 from ckpt_tools.formats.pickle.dump import dumps, object_node, tensor_node
 from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.formats.torch_file.write import items_in, pack
@@ -84,20 +80,20 @@ class _Part(StoredPart):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Tensors that lie alike, or something else, which has no record: the part that each rank has.
+    """Tensors that lie alike, or something else, of which ``meta`` is None: each rank's part.
 
     ``sources`` are the finders of all that is read, together where they find the same files.
     """
 
     parts: Mapping[int, _Part]
-    record: TensorRecord | None
+    meta: TensorMeta | None
     sources: dict[Hashable, list[Finder]]
 
     def reads(self, box: Box) -> Iterator[tuple[Finder, Box, int]]:
         """What is read for a part with this box: so many boxes as this one is."""
         for finders in self.sources.values():
             shape = finders[0].entry.shape
-            yield finders[0], Box.whole(shape) if self.record is None else box, len(finders)
+            yield finders[0], Box.whole(shape) if self.meta is None else box, len(finders)
 
 
 def plan_files(
@@ -134,9 +130,9 @@ def plan_files(
     kinds = _kinds(entries, held, shares, finders)
     files = [_RankFile(*one, entries, kinds, finders) for one in enumerate(shares)]
     # In the order of the state dict, which torch rebuilds from it, whatever rank has which item.
-    records = {entry.fqn: kind.record for entry, kind in zip(entries, kinds, strict=True)}
-    metadata = Metadata(records, [file.stored for file in files], paths)
-    return LazyPlans([*(file.planned() for file in files), metadata.planned()])
+    metas = {entry.fqn: kind.meta for entry, kind in zip(entries, kinds, strict=True)}
+    metadata = plan_metadata(metas, [file.stored for file in files], paths)
+    return LazyPlans([*(file.planned() for file in files), metadata])
 
 
 class _Held(NamedTuple):
@@ -232,8 +228,8 @@ def _kinds(
                 for number, rank in enumerate(at):
                     packed = box_archive(dtype, boxes[rank].sizes)
                     parts[rank] = _Part(boxes[rank], number, packed.archive.length, packed)
-                record = TensorRecord(dtype, shape, [boxes[rank] for rank in at])
-                kind = known[key] = _Kind(parts, record, {})
+                meta = TensorMeta(dtype.name, shape, tuple(boxes[rank] for rank in at))
+                kind = known[key] = _Kind(parts, meta, {})
         else:
             packed = _packed(entry)
             targets = packed.targets
@@ -273,7 +269,7 @@ class _RankFile:
 
     def stored(self) -> StoredFile:
         """The file as `.metadata` knows it."""
-        return StoredFile(self.path, [self.entries[at].fqn for at in self.places], self.parts)
+        return self.path, [self.entries[at].fqn for at in self.places], self.parts
 
     def planned(self) -> PlannedFile:
         """The file, to be planned later."""

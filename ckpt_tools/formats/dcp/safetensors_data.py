@@ -8,14 +8,13 @@ in ``DCP_SHARDING_INFO``.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
-from ckpt_tools.errors import CheckpointError, UnreadableError
+from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.dcp import SAFETENSORS
 from ckpt_tools.formats.foreign import sniff
 from ckpt_tools.formats.safetensors.header import Stored, read_header
@@ -47,11 +46,12 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     first = next(iter(starts.items()), None)
     if first is None or sniff(files.read(*first, 9)) != "safetensors":
         return index
-    by_shard = {
-        shard: stored
-        for path, start in starts.items()
-        for shard, stored in _shards(files, path, start)
-    }
+    by_shard: dict[_Shard, Stored] = {}
+    for path, start in starts.items():
+        header = read_header(files, path, offset=start)
+        for fqn, stored in header.tensors.items():
+            offsets = (0,) * len(stored.shape) if header.offsets is None else header.offsets[fqn]
+            by_shard[_Shard(fqn, offsets, path)] = stored
     problems = list(index.problems)
     tensors = []
     for entry in index.tensors:
@@ -61,18 +61,6 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
             problems.append(error)
             tensors.append(entry)
     return replace(index, format=SAFETENSORS.name, tensors=tuple(tensors), problems=tuple(problems))
-
-
-def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:
-    """The shards of one data file, with the offsets in its header."""
-    header = read_header(files, path, offset=start)
-    try:
-        info = json.loads(header.metadata.get("DCP_SHARDING_INFO", "{}"))
-        saved = {fqn: tuple(map(int, shard["saved_offsets"])) for fqn, shard in info.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnreadableError(f"{path}: its DCP_SHARDING_INFO cannot be read: {error}.") from error
-    for fqn, stored in header.tensors.items():
-        yield _Shard(fqn, saved.get(fqn, (0,) * len(stored.shape)), path), stored
 
 
 def _from_headers(entry: TensorEntry, by_shard: Mapping[_Shard, Stored]) -> TensorEntry:

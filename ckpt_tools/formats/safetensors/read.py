@@ -30,8 +30,8 @@ from ckpt_tools.formats.numbered import (
 )
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.safetensors import join as parts_of
-from ckpt_tools.formats.safetensors.header import length_problem, parse_header
-from ckpt_tools.formats.safetensors.join import SHARD, TensorFile, make_part
+from ckpt_tools.formats.safetensors.header import Header, length_problem, parse_header
+from ckpt_tools.formats.safetensors.join import SHARD
 from ckpt_tools.formats.slices import said_by_header
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -48,13 +48,13 @@ _CONSOLIDATED_FROM = "sharded"  # where torch's writer leaves the shards that it
 class _Reading(Reading):
     """With the header of each file, and its tensors as the checkpoint has them."""
 
-    parts: list[TensorFile] = field(default_factory=list)
+    parts: list[Header] = field(default_factory=list)
     tensors: list[TensorEntry] = field(default_factory=list)
 
     def read_one(self, path: str, size: int) -> Collection[str]:
         header = parse_header(self.opened, path, offset=0, length=size)
-        self.parts.append(make_part(path, header))
-        short = length_problem(header, path, end=size)
+        self.parts.append(header)
+        short = length_problem(header, end=size)
         self.problems += [] if short is None else [short]
         return header.tensors.keys()
 
@@ -64,7 +64,7 @@ class _Reading(Reading):
         self.problems += problems
 
     def result(self, *, world_size: int | None = None) -> CheckpointIndex:
-        said = (said_by_header(part.path, part.header.metadata) for part in self.parts)
+        said = (said_by_header(part.path, part.metadata) for part in self.parts)
         return CheckpointIndex(
             root=self.root,
             format=FORMAT,

@@ -125,19 +125,21 @@ def compared(index: CheckpointIndex, metadata: Metadata, files: Files) -> Checkp
             continue
         first = entry.chunks[0]
         alone = [
-            first._replace(data=data, replicas=(), rank=_rank(data))
+            first._replace(data=data, replicas=(), rank=rank_of(data.path))
             for data in (first.data, *first.replicas)
         ]
         held = ((chunk.rank, replace(entry, chunks=(chunk,))) for chunk in alone)
-        replicas.add_unequal(entry, held, rank=_rank(differs), how=_not_on(first.data, differs))
+        replicas.add_unequal(
+            entry, held, rank=rank_of(differs.path), how=_not_on(first.data, differs)
+        )
     for item in index.objects:
         places = [_range(index.root, info) for info in metadata.copies.get((item.fqn, None), ())]
         differs = next((data for data in places[1:] if items.objects_differ(item, data)), None)
         if differs is None:
             replicas.add(item, several=len(places) > 1)
             continue
-        own = ((_rank(data), replace(item, data=data)) for data in places)
-        replicas.add_unequal(item, own, rank=_rank(differs), how=_not_on(places[0], differs))
+        own = ((rank_of(data.path), replace(item, data=data)) for data in places)
+        replicas.add_unequal(item, own, rank=rank_of(differs.path), how=_not_on(places[0], differs))
     hint = f"-x leaves them out. {JOINED_BY_OWNER}"
     return replace(
         index,
@@ -150,11 +152,7 @@ def compared(index: CheckpointIndex, metadata: Metadata, files: Files) -> Checkp
 
 
 def _not_on(one: ByteRange, other: ByteRange) -> str:
-    return f"not the same on ranks {_rank(one)} and {_rank(other)}"
-
-
-def _rank(data: ByteRange) -> int | None:
-    return rank_of(os.path.basename(data.path))
+    return f"not the same on ranks {rank_of(one.path)} and {rank_of(other.path)}"
 
 
 class _Items:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TypeAlias
 
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError
@@ -20,13 +20,8 @@ from ckpt_tools.formats.foreign import sniff
 from ckpt_tools.formats.safetensors.header import Stored, read_header
 from ckpt_tools.storage.reader import Files
 
-
-class _Shard(NamedTuple):
-    """Which shard of which tensor: its name, its first element, and the file that holds it."""
-
-    fqn: str
-    offsets: tuple[int, ...]
-    path: str
+# Which shard of which tensor: its name, its first element, and the file that holds it.
+_Shard: TypeAlias = tuple[str, tuple[int, ...], str]
 
 
 def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
@@ -51,7 +46,7 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
         header = read_header(files, path, offset=start)
         for fqn, stored in header.tensors.items():
             offsets = (0,) * len(stored.shape) if header.offsets is None else header.offsets[fqn]
-            by_shard[_Shard(fqn, offsets, path)] = stored
+            by_shard[fqn, offsets, path] = stored
     problems = list(index.problems)
     tensors = []
     for entry in index.tensors:
@@ -69,7 +64,7 @@ def _from_headers(entry: TensorEntry, by_shard: Mapping[_Shard, Stored]) -> Tens
     """
     chunks: list[Chunk] = []
     for chunk in entry.chunks:
-        stored = by_shard.get(_Shard(entry.fqn, chunk.box.offsets, chunk.data.path))
+        stored = by_shard.get((entry.fqn, chunk.box.offsets, chunk.data.path))
         if stored is None:
             continue
         if (stored.dtype, stored.shape) != (entry.dtype, chunk.box.sizes):
@@ -79,7 +74,7 @@ def _from_headers(entry: TensorEntry, by_shard: Mapping[_Shard, Stored]) -> Tens
                 f"{list(chunk.box.sizes)}.",
                 about=(entry.fqn,),
             )
-        places = (_Shard(entry.fqn, chunk.box.offsets, data.path) for data in chunk.replicas)
+        places = ((entry.fqn, chunk.box.offsets, data.path) for data in chunk.replicas)
         others = map(by_shard.get, places)
         replicas = tuple(other.data for other in others if other is not None)
         chunks.append(chunk._replace(data=stored.data, codec=None, replicas=replicas))

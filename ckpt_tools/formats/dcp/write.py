@@ -58,6 +58,7 @@ class _Container(NamedTuple):
 
 
 _Item: TypeAlias = Target | ObjectEntry | _Container
+_Held: TypeAlias = tuple[Sequence[Box], Mapping[int, tuple[int, ...]]]
 
 
 class _Packed(NamedTuple):
@@ -135,32 +136,24 @@ def plan_files(
     return LazyPlans([*(file.planned() for file in files), metadata])
 
 
-class _Held(NamedTuple):
-    """The box of each rank, and the ranks that have one box, by the first of them.
-
-    These are in the order in which torch looks at them.
-    """
-
-    boxes: Sequence[Box]
-    ranks: Mapping[int, tuple[int, ...]]
-
-
 def _held(entry: _Item, world_size: int) -> _Held:
-    """What the ranks hold of an entry."""
+    """The box of each rank of an entry, and the ranks that have one box, by the first of them, in
+    the order in which torch looks at them.
+    """
     shape = entry.entry.shape if isinstance(entry, Target) else ()
     whole = [Box.whole(shape)] * world_size
     if isinstance(entry, Target) and entry.boxes:
         given = dict(entry.boxes)  # the other ranks have nothing of the tensor
         boxes = [given.get(rank, box) for rank, box in enumerate(whole)]
-        return _Held(boxes, {rank: (rank,) for rank in given})
+        return boxes, {rank: (rank,) for rank in given}
     if not isinstance(entry, Target) or entry.layout is None:
-        return _Held(whole, {0: tuple(range(world_size))})
+        return whole, {0: tuple(range(world_size))}
     boxes = [_as_torch_places(box, shape) for box in entry.layout.boxes(shape)]
     ranks: dict[Box, list[int]] = {}
     for rank, box in enumerate(boxes):
         ranks.setdefault(box, []).append(rank)
     # A set's own order decides between equally loaded ranks in torch; here as there.
-    return _Held(boxes, {some[0]: tuple(set(some)) for some in ranks.values()})
+    return boxes, {some[0]: tuple(set(some)) for some in ranks.values()}
 
 
 def _as_torch_places(box: Box, shape: tuple[int, ...]) -> Box:
@@ -288,12 +281,12 @@ class _RankFile:
         items: list[WriteItem] = []
         for place, part in zip(self.places, self.parts, strict=True):
             archive, entry = part.packed.archive, self.entries[place]
-            literals += archive.literals_at(start)
+            literals += ((start + offset, data) for offset, data in archive.literals)
             boxes = [(target, Box.whole(target.entry.shape)) for target in part.packed.targets]
             if isinstance(entry, Target):
                 boxes = [(entry, part.box)]
             filled = ((target, box, self.finders[target.fqn]) for target, box in boxes)
-            items += items_in(archive.slots_at(start), self.path, filled)
+            items += items_in(archive.slots, self.path, filled, start=start)
             start += archive.length
         return FilePlan(self.path, start, tuple(literals), tuple(items))
 

@@ -28,6 +28,7 @@ from ckpt_tools.formats.safetensors.header import (
     Home,
     homes_by_prefix,
 )
+from ckpt_tools.storage.reader import batches
 
 _ALIGNMENT = 8
 _RESERVED = "__metadata__"
@@ -51,11 +52,11 @@ def plan_files(targets: Iterable[Target], *, options: PlanOptions) -> LazyPlans:
         raise UsageError(f"Shards {basename!r} of at most {most} bytes are not possible.")
     homes = {t.fqn: Home(t.path[:-1], t.entry.section) for t in ordered}
     metadata = {**options.metadata, **stated_homes(homes)}
-    shards = [ordered] if options.single_file else _split(ordered, most)
+    shards = [] if options.single_file else [*batches(ordered, lambda one: one.nbytes, most)]
     count = len(shards)
-    if count == 1:
+    if count < 2:
         name = options.single_file or f"{basename}.safetensors"
-        return LazyPlans([_planned(name, shards[0], metadata)])
+        return LazyPlans([_planned(name, ordered, metadata)])
     names = [f"{basename}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     named = list(zip(names, shards, strict=True))
     files = [_planned(name, shard, metadata) for name, shard in named]
@@ -113,19 +114,6 @@ def _check_targets(ordered: Sequence[Target]) -> None:
             f"safetensors cannot hold the element type of {tensors}: {shown}.",
             hint="Leave them out with --exclude, or write another format with --format torch.",
         )
-
-
-def _split(ordered: Sequence[Target], max_shard_size: int) -> list[list[Target]]:
-    """The tensors of each shard. There is always one, though it may be empty."""
-    shards: list[list[Target]] = [[]]
-    filled = 0
-    for target in ordered:
-        if shards[-1] and filled + target.nbytes > max_shard_size:
-            shards.append([])
-            filled = 0
-        shards[-1].append(target)
-        filled += target.nbytes
-    return shards
 
 
 def _planned(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) -> PlannedFile:

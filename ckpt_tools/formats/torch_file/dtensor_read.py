@@ -89,9 +89,7 @@ def held_box(stored: StoredDTensor, layout: Layout) -> Box:
     return box
 
 
-@lru_cache(maxsize=4096)
-def _box(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
-    return layout.box(shape, coordinate)
+_box = lru_cache(maxsize=4096)(Layout.box)  # tensors that lie alike share it
 
 
 def pieces_of(stored: StoredPieces) -> list[tuple[Box, StoredTensor]]:

@@ -188,32 +188,26 @@ def _records(
 
 
 def chunk_of(box: Box, view: StoredTensor, record: Record, path: str) -> Chunk:
-    """A view of a storage, whose bytes are ``record``, as the box of a tensor.
+    """A view of a storage, whose bytes are ``record``, as the box of a tensor: its bytes are those
+    from the first to the last element.
 
     Raises UnreadableError when the storage is shorter than it says.
     """
-    return Chunk(box, byte_range_of(view, record, path), strides_of(view), view.sign)
-
-
-def byte_range_of(stored: StoredTensor, record: Record, path: str) -> ByteRange:
-    """The bytes from the first to the last element of a tensor, whose storage is ``record``.
-
-    Raises UnreadableError when the storage is shorter than it says.
-    """
-    itemsize = dtype_named(stored.dtype).itemsize
-    unit = 1 if stored.storage.dtype is None else dtype_named(stored.storage.dtype).itemsize
-    nbytes = stored.storage.numel * unit
+    itemsize = dtype_named(view.dtype).itemsize
+    unit = 1 if view.storage.dtype is None else dtype_named(view.storage.dtype).itemsize
+    nbytes = view.storage.numel * unit
     if record.length != nbytes:
         raise UnreadableError(
-            f"{path}: storage {stored.storage.key!r} has {record.length:,} bytes, "
+            f"{path}: storage {view.storage.key!r} has {record.length:,} bytes, "
             f"its tensors were saved with {nbytes:,}."
         )
-    if 0 in stored.shape:
-        return ByteRange(path, record.offset, 0)
-    start, end = stored.storage_offset * itemsize, stored.end * itemsize
+    start, end = view.storage_offset * itemsize, view.end * itemsize
+    if 0 in view.shape:
+        start = end = 0
     if end > nbytes:
         raise UnreadableError(
-            f"{path}: a tensor of {list(stored.shape)} needs bytes {start:,} to {end:,} of "
-            f"storage {stored.storage.key!r}, which has {nbytes:,}."
+            f"{path}: a tensor of {list(view.shape)} needs bytes {start:,} to {end:,} of "
+            f"storage {view.storage.key!r}, which has {nbytes:,}."
         )
-    return ByteRange(path, record.offset + start, end - start)
+    data = ByteRange(path, record.offset + start, end - start)
+    return Chunk(box, data, strides_of(view), view.sign)

@@ -49,13 +49,20 @@ def plan_files(
 
 
 def items_in(
-    slots: Iterable[Slot], path: str, filled: Iterable[tuple[Target, Box, Finder]]
+    slots: Iterable[Slot],
+    path: str,
+    filled: Iterable[tuple[Target, Box, Finder]],
+    *,
+    start: int = 0,
 ) -> Iterator[WriteItem]:
-    """What to write into the slots of an archive in the file ``path``: a box of a tensor each."""
-    for (target, box, finder), slot in zip(filled, slots, strict=True):
-        if slot.length:
+    """What to write into the slots of an archive, a box of a tensor each; its first byte is byte
+    ``start`` of the file ``path``.
+    """
+    for (target, box, finder), (offset, length, crc_at) in zip(filled, slots, strict=True):
+        if length:
             source, dtype = target.entry.dtype, target.dtype
-            yield WriteItem(target.fqn, path, slot.offset, box, source, dtype, finder, slot.crc_at)
+            at, sums = start + offset, tuple([start + place for place in crc_at])
+            yield WriteItem(target.fqn, path, at, box, source, dtype, finder, sums)
 
 
 def pack(tree: Branch[Target | ObjectEntry]) -> tuple[bytes, tuple[Target, ...]]:

@@ -35,7 +35,7 @@ from ckpt_tools.formats.protocol import (
 )
 from ckpt_tools.formats.zip.read import Archive, archive_in, ends_of, read_archive
 from ckpt_tools.storage.paths import is_address
-from ckpt_tools.storage.reader import Files, Window
+from ckpt_tools.storage.reader import Files, Window, batches
 
 # What an archive may have before and after its record; torch writes less than 2 KiB of each.
 MAX_FRAME = 4096
@@ -160,33 +160,27 @@ class Archives:
 
     def parts(self, data: ByteRange) -> Iterator[ChecksumPart]:
         """An archive as one part; a large one in parts of about 64 MiB, when it can be opened."""
+        whole = ChecksumPart(data, data.length, partial(self.records, data))
         if data.length <= _PART_BYTES:
-            yield ChecksumPart(data, data.length, partial(self.records, data))
+            yield whole
             return
-        groups: list[list[str]] = [[]]
-        left = _PART_BYTES
-        path = data.path
         try:
-            archive = archive_in(self._files, data, path)
-            found = [(name, archive.record(name)) for name in archive.names]
+            archive = archive_in(self._files, data, data.path)
+            found = {name: archive.record(name) for name in archive.names}
         except CheckpointError:
-            yield ChecksumPart(data, data.length, partial(self.records, data))
+            yield whole
             return
-        for name, (offset, length, crc) in found:
-            record = ByteRange(path, offset, length)
-            if crc is not None and length > _PART_BYTES:
-                for part in cut(record, _PART_BYTES):
-                    one = Checksummed(part, crc, f"record {name!r}", record=record)
-                    yield ChecksumPart(part, part.length, partial(ready, one))
+        small: list[str] = []
+        for name, (offset, length, crc) in found.items():
+            if crc is None or length <= _PART_BYTES:
+                small.append(name)
                 continue
-            if left <= 0:
-                groups.append([])
-                left = _PART_BYTES
-            groups[-1].append(name)
-            left -= length
-        for group in groups:
-            if group:
-                yield ChecksumPart(data, _PART_BYTES, partial(self.records, data, only=group))
+            record = ByteRange(data.path, offset, length)
+            for part in cut(record, _PART_BYTES):
+                one = Checksummed(part, crc, f"record {name!r}", record=record)
+                yield ChecksumPart(part, part.length, partial(ready, one))
+        for group in batches(small, lambda name: found[name].length, _PART_BYTES):
+            yield ChecksumPart(data, _PART_BYTES, partial(self.records, data, only=group))
 
     def records(
         self, data: ByteRange, window: Window, *, only: Collection[str] = ()

@@ -71,17 +71,19 @@ class _DirectoryEntry(NamedTuple):
 
 
 class Archive:
-    """One torch.save archive: its records by name, without the top folder ("data.pkl", "data/0").
+    """One torch.save archive of ``length`` bytes: its records by name, without the top folder
+    ("data.pkl", "data/0").
 
     The local header of a record is read only when the record is asked for.
     """
 
-    __slots__ = ("_bytes", "_end", "_entries", "where")
+    __slots__ = ("_bytes", "_end", "_entries", "length", "where")
 
     def __init__(self, source: _Source, entries: dict[str, _DirectoryEntry], *, end: int) -> None:
         self._bytes = source
         self._entries = entries
         self._end = end
+        self.length = source.length
         self.where = source.where
 
     @property
@@ -121,11 +123,6 @@ class Archive:
             )
         absent = entry.crc == 0 and entry.length > 0
         return Record(self._bytes.offset + start, entry.length, None if absent else entry.crc)
-
-    @property
-    def length(self) -> int:
-        """Length of the archive in bytes."""
-        return self._bytes.length
 
     def taken(self, start: int, end: int) -> bytes:
         """The bytes from ``start`` to ``end`` of the archive."""

@@ -99,15 +99,7 @@ def _pickled(
         yield piece
     # Written as a UUID is; the module uuid would load subprocess on Python 3.10.
     save_id = "-".join(p.hex() for p in struct.unpack("4s2s2s2s6s", state.digest()[:16]))
-    yield b"".join(
-        (
-            writer.text("storage_meta"),
-            writer.storage_meta(save_id=save_id),
-            writer.text("version"),
-            writer.text(_VERSION),
-            b"ub.",
-        )
-    )
+    yield writer.end(save_id=save_id)
 
 
 def _batches(items: Iterator[bytes], *, end: bytes) -> Iterator[bytes]:
@@ -172,48 +164,26 @@ class _Writer:
         if id(meta) in self._metas:
             return self._metas[id(meta)]
         memoized = len(self._memo)
-        head = [
-            self.instance(_METADATA, "TensorStorageMetadata"),
-            b"}(",
-            self.text("properties"),
-            self._properties(meta.dtype),
-            self.text("size"),
-            self.size(meta.shape),
-            self.text("chunks"),
-            b"]",
-        ]
-        chunks = _batches(map(self._chunk, meta.boxes), end=b"e")
-        code = b"".join([*head, *chunks, b"ub"])
+        head = self.instance(_METADATA, "TensorStorageMetadata") + b"}("
+        head += self.text("properties") + self._properties(meta.dtype)
+        head += self.text("size") + self.size(meta.shape) + self.text("chunks") + b"]"
+        code = b"".join([head, *_batches(map(self._chunk, meta.boxes), end=b"e"), b"ub"])
         if len(self._memo) == memoized:
             self._metas[id(meta)] = code
         return code
 
     def _properties(self, dtype: str) -> bytes:
         """A TensorProperties: strided, no gradient, contiguous, not pinned."""
-        parts = [
-            self.instance(_METADATA, "TensorProperties"),
-            b"(",
-            self.name("torch", dtype),
-            self.name("torch.serialization", "_get_layout"),
-            self.text("torch.strided"),
-            b"\x85R\x89",
-            self.name(_METADATA, "_MEM_FORMAT_ENCODING"),
-            b"K\0\x85R\x89tb",
-        ]
-        return b"".join(parts)
+        head = self.instance(_METADATA, "TensorProperties") + b"(" + self.name("torch", dtype)
+        layout = self.name("torch.serialization", "_get_layout") + self.text("torch.strided")
+        memory = self.name(_METADATA, "_MEM_FORMAT_ENCODING") + b"K\0"
+        return head + layout + b"\x85R\x89" + memory + b"\x85R\x89tb"
 
     def _chunk(self, box: Box) -> bytes:
         """A ChunkStorageMetadata."""
-        parts = [
-            self.instance(_METADATA, "ChunkStorageMetadata"),
-            b"}(",
-            self.text("offsets"),
-            self.size(box.offsets),
-            self.text("sizes"),
-            self.size(box.sizes),
-            b"ub",
-        ]
-        return b"".join(parts)
+        head = self.instance(_METADATA, "ChunkStorageMetadata") + b"}("
+        offsets = self.text("offsets") + self.size(box.offsets)
+        return head + offsets + self.text("sizes") + self.size(box.sizes) + b"ub"
 
     def items(self, files: Iterable[StoredFile]) -> Iterator[bytes]:
         """A MetadataIndex and its _StorageInfo for each item; all names were given before."""
@@ -241,38 +211,24 @@ class _Writer:
 
     def _place(self, path: str, part: StoredPart) -> bytes:
         """The end of an index, and the beginning of its info up to the offset."""
-        if part.chunk is None:
-            where = [b"N"]
-        else:
-            where = [encode_int(part.chunk), self.text("offset"), self.size(part.box.offsets)]
-        info = [
-            b"ub",
-            self.instance("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            b"}(",
-            self.text("relative_path"),
-            self.text(path),
-            self.text("offset"),
-        ]
-        return b"".join([*where, *info])
+        where = b"N"
+        if part.chunk is not None:
+            where = encode_int(part.chunk) + self.text("offset") + self.size(part.box.offsets)
+        info = self.instance("torch.distributed.checkpoint.filesystem", "_StorageInfo") + b"}("
+        file = self.text("relative_path") + self.text(path)
+        return where + b"ub" + info + file + self.text("offset")
 
     def _end(self, length: int) -> bytes:
         return self.text("length") + encode_int(length) + b"ub"
 
-    def storage_meta(self, *, save_id: str) -> bytes:
-        """A StorageMeta without the place of the checkpoint, which would be this machine's."""
-        parts = [
-            self.instance(_METADATA, "StorageMeta"),
-            b"}(",
-            self.text("checkpoint_id"),
-            b"N",
-            self.text("save_id"),
-            self.text(save_id),
-            self.text("load_id"),
-            b"N",
-            self.text("modules"),
-            b"]ub",
-        ]
-        return b"".join(parts)
+    def end(self, *, save_id: str) -> bytes:
+        """A StorageMeta without the place of the checkpoint, which would be this machine's, and the
+        version.
+        """
+        meta = self.text("storage_meta") + self.instance(_METADATA, "StorageMeta") + b"}("
+        meta += self.text("checkpoint_id") + b"N" + self.text("save_id") + self.text(save_id)
+        meta += self.text("load_id") + b"N" + self.text("modules") + b"]ub"
+        return meta + self.text("version") + self.text(_VERSION) + b"ub."
 
 
 def _text(value: str) -> bytes:

@@ -150,7 +150,12 @@ def _read_folder(reading: _Reading, folder: str, names: list[str]) -> Checkpoint
     """All files as one checkpoint; what is missing is what the numbers in their names say."""
     if not names:
         raise IncompleteError(f"{folder} holds no {SUFFIX} file.")
-    names = _without_copies(reading, names)
+    # Not those that hold the folder's model again, or an adapter of it.
+    copies = [name for name in names if _COPY.fullmatch(name)]
+    numbered = filter(None, map(NUMBERED.fullmatch, names))
+    if copies and (_MODEL in names or any(match[1] == "model" for match in numbered)):
+        reading.notes.append(f"Beside the model, and not read: {some(copies, 5)}.")
+        names = [name for name in names if name not in copies]
     reading.read_unlisted(paths.joined(folder, name) for name in names)
     reading.join({})
     ranks = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
@@ -175,17 +180,6 @@ def _read_folder(reading: _Reading, folder: str, names: list[str]) -> Checkpoint
             )
         )
     return reading.result(world_size=max(ranks, default=None))
-
-
-def _without_copies(reading: _Reading, names: list[str]) -> list[str]:
-    """The files of a folder without those that hold its model again, or an adapter of it."""
-    numbered = filter(None, map(NUMBERED.fullmatch, names))
-    copies = [name for name in names if _COPY.fullmatch(name)]
-    if _MODEL not in names and all(match[1] != "model" for match in numbered):
-        return names
-    if copies:
-        reading.notes.append(f"Beside the model, and not read: {some(copies, 5)}.")
-    return [name for name in names if name not in copies]
 
 
 def _look_beside(reading: _Reading, index: Index, present: Iterable[str]) -> None:

@@ -148,23 +148,18 @@ def _held(entry: _Item, world_size: int) -> _Held:
         return boxes, {rank: (rank,) for rank in given}
     if not isinstance(entry, Target) or entry.layout is None:
         return whole, {0: tuple(range(world_size))}
-    boxes = [_as_torch_places(box, shape) for box in entry.layout.boxes(shape)]
+    boxes = [*entry.layout.boxes(shape)]
+    for rank, (offsets, sizes) in enumerate(boxes):
+        if 0 in sizes:
+            # As torch places it: at the end of each dimension in which it is empty. There it cannot
+            # have the offsets of a box with elements, which a loader looks chunks up by.
+            places = zip(offsets, sizes, shape, strict=True)
+            boxes[rank] = Box(tuple(a if size else end for a, size, end in places), sizes)
     ranks: dict[Box, list[int]] = {}
     for rank, box in enumerate(boxes):
         ranks.setdefault(box, []).append(rank)
     # A set's own order decides between equally loaded ranks in torch; here as there.
     return boxes, {some[0]: tuple(set(some)) for some in ranks.values()}
-
-
-def _as_torch_places(box: Box, shape: tuple[int, ...]) -> Box:
-    """The box, moved to the end of each dimension in which it is empty.
-
-    There it cannot have the offsets of a box with elements, which a loader looks chunks up by.
-    """
-    if 0 not in box.sizes:
-        return box
-    places = zip(box.offsets, box.sizes, shape, strict=True)
-    return Box(tuple(a if size else n for a, size, n in places), box.sizes)
 
 
 def _share_out(

@@ -204,20 +204,17 @@ def _shortened(
     for number in sorted({number for _, number in have if (top, number) not in have}):
         tail = f"-model-{number:05}-of-{count:05}.safetensors"
         ended = (t for t in tensors if any(c.data.path.endswith(tail) for c in t.chunks))
-        cut = next((tensor for tensor in ended if not _even(tensor, widths)), None)
-        if cut is not None:
+        for tensor in ended:
+            pieces = map(max, zip(*(chunk.box.sizes for chunk in tensor.chunks), strict=True))
+            even = ({-(-size // width) for width in widths} for size in tensor.shape)
+            if all(piece in lengths for piece, lengths in zip(pieces, even, strict=True)):
+                continue
             gaps.paths.append(f"{folder}/{_shard_name(top, number, count)}")
             gaps.problems.append(
                 IncompleteError(
-                    f"{gaps.paths[-1]} does not exist, and {cut.fqn} ends early without it: "
-                    f"{list(cut.chunks[0].box.sizes)} is not an even piece of {list(cut.shape)}."
+                    f"{gaps.paths[-1]} does not exist, and {tensor.fqn} ends early without it: "
+                    f"{list(tensor.chunks[0].box.sizes)} is not an even piece of "
+                    f"{list(tensor.shape)}."
                 )
             )
-
-
-def _even(entry: TensorEntry, widths: Sequence[int]) -> bool:
-    """Whether the pieces are ceil(n / w) long for some of these numbers of pieces."""
-    return all(
-        max(chunk.box.sizes[dim] for chunk in entry.chunks) in {-(-size // w) for w in widths}
-        for dim, size in enumerate(entry.shape)
-    )
+            break

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -64,17 +64,18 @@ USUAL_HOME = Home((), "model")
 class Header:
     """Everything before the data: free strings, the tensors by name, and where the data ends.
 
-    ``end`` is a byte offset in the file; a sound file is exactly that long. ``offsets`` say where
-    each tensor's box begins, in elements; None when the file holds whole tensors. ``homes`` are the
-    containers and sections that it states, if any.
+    ``end`` is a byte offset in the file; a sound file is exactly that long. Of a file that is part
+    of a checkpoint, `placed` adds what the strings say: ``offsets`` are where each tensor's box
+    begins, in elements, None when the file holds whole tensors; ``homes`` are the containers and
+    sections that it states, if any.
     """
 
     path: str
     metadata: dict[str, str]
     tensors: dict[str, Stored]
     end: int
-    offsets: Mapping[str, tuple[int, ...]] | None
-    homes: Mapping[str, Home] | None
+    offsets: Mapping[str, tuple[int, ...]] | None = None
+    homes: Mapping[str, Home] | None = None
 
 
 def read_header(files: Files, path: str, *, offset: int = 0, length: int | None = None) -> Header:
@@ -116,9 +117,17 @@ def parse_header(files: Files, path: str, *, offset: int, length: int) -> Header
             raise UnreadableError(f"{path}: __metadata__ {name!r} is not a string but {found}.")
     start = offset + PREFIX + len(text)
     tensors = _tensors(parsed, path=path, start=start)
-    end = _check_tiling(tensors, path=path, start=start)
-    offsets, homes = _offsets(path, metadata, tensors), homes_in(metadata, tensors, path)
-    return Header(path, metadata, tensors, end, offsets, homes)
+    return Header(path, metadata, tensors, _check_tiling(tensors, path=path, start=start))
+
+
+def placed(header: Header) -> Header:
+    """The header with what its strings say of boxes and sections, as both are written.
+
+    Raises UnreadableError when that is unsound.
+    """
+    offsets = _offsets(header)
+    homes = homes_in(header.metadata, header.tensors, header.path)
+    return replace(header, offsets=offsets, homes=homes)
 
 
 def length_problem(header: Header, *, end: int) -> UnreadableError | None:
@@ -259,11 +268,9 @@ def _check_tiling(tensors: dict[str, Stored], *, path: str, start: int) -> int:
     return end
 
 
-def _offsets(
-    path: str, metadata: Mapping[str, str], tensors: Mapping[str, Stored]
-) -> dict[str, tuple[int, ...]] | None:
+def _offsets(header: Header) -> dict[str, tuple[int, ...]] | None:
     """Where the box of each tensor begins, None where torch has not said it."""
-    text = metadata.get(SHARDING_INFO)
+    path, text = header.path, header.metadata.get(SHARDING_INFO)
     if text is None:
         return None
     try:
@@ -272,13 +279,13 @@ def _offsets(
         raise UnreadableError(f"{path}: {SHARDING_INFO} is not valid JSON: {error}.") from error
     if not isinstance(info, dict):
         raise UnreadableError(f"{path}: {SHARDING_INFO} is not a JSON object.")
-    absent = sorted(name for name in info if name not in tensors)
+    absent = sorted(name for name in info if name not in header.tensors)
     if absent:
         raise UnreadableError(
             f"{path}: {SHARDING_INFO} speaks of {some(absent, 3)}, which the file does not hold."
         )
     offsets = {}
-    for fqn, stored in tensors.items():
+    for fqn, stored in header.tensors.items():
         raw, ndim = info.get(fqn), len(stored.shape)
         found = natural_numbers(raw.get("saved_offsets")) if isinstance(raw, dict) else None
         if found is None or len(found) != ndim:

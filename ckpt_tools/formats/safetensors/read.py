@@ -30,7 +30,7 @@ from ckpt_tools.formats.numbered import (
 )
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.safetensors import join as parts_of
-from ckpt_tools.formats.safetensors.header import Header, length_problem, parse_header
+from ckpt_tools.formats.safetensors.header import Header, length_problem, parse_header, placed
 from ckpt_tools.formats.safetensors.join import SHARD
 from ckpt_tools.formats.slices import said_by_header
 from ckpt_tools.storage import paths
@@ -52,7 +52,7 @@ class _Reading(Reading):
     tensors: list[TensorEntry] = field(default_factory=list)
 
     def read_one(self, path: str, size: int) -> Collection[str]:
-        header = parse_header(self.opened, path, offset=0, length=size)
+        header = placed(parse_header(self.opened, path, offset=0, length=size))
         self.parts.append(header)
         short = length_problem(header, end=size)
         self.problems += [] if short is None else [short]

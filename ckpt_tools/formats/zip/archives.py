@@ -77,14 +77,13 @@ class _Frame(NamedTuple):
         """
         tail, at = block(self.tail_at, data.length - self.tail_at)
         zero = at - self.tail_at
-        places = (zero + crc_at for *_, crc_at in self.varying)
-        crc, *others = (int.from_bytes(tail[place : place + 4], "little") for place in places)
-        (start, end, _), *beside = self.varying
-        found = [crc32(tail[zero + first : zero + last]) for first, last, _ in beside]
-        if not crc or found != others:
-            return None
-        elements = ByteRange(data.path, data.offset + start, end - start)
-        return StoredCrc(elements, crc, f"record {self.name!r}")
+        (first, last, crc_at), *others = self.varying
+        crc = _uint32(tail, zero + crc_at)
+        for start, end, crc_at in others:
+            if crc32(tail[zero + start : zero + end]) != _uint32(tail, zero + crc_at):
+                return None
+        elements = ByteRange(data.path, data.offset + first, last - first)
+        return StoredCrc(elements, crc, f"record {self.name!r}") if crc else None
 
 
 class KnownArchives(Generic[T]):
@@ -246,3 +245,7 @@ class Archives:
         except CheckpointError:
             pass  # good for no example; it is checked as any other
         return None
+
+
+def _uint32(block: bytes | bytearray, at: int) -> int:
+    return int.from_bytes(block[at : at + 4], "little")

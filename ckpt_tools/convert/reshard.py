@@ -17,8 +17,7 @@ from ckpt_tools import formats
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.infer_mesh import cut_of
 from ckpt_tools.convert import arranging
-from ckpt_tools.convert.export import renamed
-from ckpt_tools.convert.header_strings import NO_PLACE, left_out_strings
+from ckpt_tools.convert.export import NO_PLACE, left_out_strings, renamed
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from ckpt_tools.core import names
 from ckpt_tools.core.index import SECTIONS
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.safetensors.sections import KEY, Home, Homes, decoded, encoded
+from ckpt_tools.formats.safetensors.header import (
+    SECTIONS_KEY,
+    Home,
+    homes_by_prefix,
+    homes_in,
+)
+from ckpt_tools.formats.safetensors.write import stated_homes
 
 parts = st.text("ab.", min_size=1, max_size=3)
 homes = st.builds(Home, st.lists(parts, max_size=2).map(tuple), st.sampled_from(SECTIONS))
@@ -16,10 +22,10 @@ homes = st.builds(Home, st.lists(parts, max_size=2).map(tuple), st.sampled_from(
 @given(st.dictionaries(st.tuples(homes, parts), st.none(), max_size=8))
 def test_every_name_comes_back_to_its_home(placed: dict[tuple[Home, str], None]) -> None:
     known = {names.join((*home.container, rest)): home for home, rest in placed}
-    metadata = encoded(known)
-    found = decoded(metadata, "x.safetensors") or Homes([], {})
-    assert {fqn: found.of(fqn) for fqn in known} == known
-    assert encoded(known) == metadata
+    metadata = stated_homes(known)
+    found = homes_in(metadata, known, "x.safetensors") or homes_by_prefix([], known)
+    assert found == known
+    assert stated_homes(known) == metadata
 
 
 @pytest.mark.parametrize(
@@ -37,4 +43,4 @@ def test_every_name_comes_back_to_its_home(placed: dict[tuple[Home, str], None])
 )
 def test_what_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(UnreadableError, match="cannot be read"):
-        decoded({KEY: text}, "x.safetensors")
+        homes_in({SECTIONS_KEY: text}, ["w"], "x.safetensors")

@@ -14,6 +14,7 @@ import torch
 from reader_contract import DATA, ReaderContract, RealCheckpoint, whole
 
 from ckpt_tools import formats
+from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.errors import (
@@ -25,7 +26,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.pickle.stored import StoredStorage, StoredTensor
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.torch_file import read as torch_file
-from ckpt_tools.formats.torch_file.open import byte_range_of
+from ckpt_tools.formats.torch_file.open import chunk_of
 from ckpt_tools.formats.zip.read import Record
 from ckpt_tools.storage.reader import Files
 
@@ -293,14 +294,14 @@ def test_a_record_that_is_not_as_long_as_its_storage_is_refused() -> None:
     storage = StoredStorage("7", "float32", 48)
     tensor = StoredTensor(storage, "float32", 0, (48,), (1,))
     with pytest.raises(UnreadableError, match=r"storage '7' has 100 bytes, .* saved with 192"):
-        byte_range_of(tensor, Record(64, 100, None), "model.pt")
+        chunk_of(Box.whole((48,)), tensor, Record(64, 100, None), "model.pt")
 
 
 def test_a_view_that_leaves_its_storage_is_refused() -> None:
     storage = StoredStorage("7", "float32", 48)
     tensor = StoredTensor(storage, "float32", 40, (3, 3), (3, 1))
     with pytest.raises(UnreadableError, match="bytes 160 to 196 of storage '7', which has 192"):
-        byte_range_of(tensor, Record(64, 192, None), "model.pt")
+        chunk_of(Box.whole((3, 3)), tensor, Record(64, 192, None), "model.pt")
 
 
 @pytest.mark.parametrize(

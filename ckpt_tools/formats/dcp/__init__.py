@@ -19,7 +19,7 @@ from ckpt_tools.formats.protocol import (
 from ckpt_tools.storage.reader import Files
 
 
-class Dcp(Format):
+class _Dcp(Format):
     """A folder of `.metadata` and `.distcp` files, of which each item is a torch.save archive."""
 
     name = "dcp"
@@ -81,8 +81,8 @@ class Dcp(Format):
         return write.plan_files(targets, objects, options=options)
 
 
-class DcpSafetensors(Dcp):
-    """The same with safetensors in its data files, which `Dcp` finds out when it reads one."""
+class _DcpSafetensors(_Dcp):
+    """The same with safetensors in its data files, as its reader finds out."""
 
     name = "dcp-safetensors"
     label = "dcp-safetensors"
@@ -98,5 +98,5 @@ class DcpSafetensors(Dcp):
         return None
 
 
-FORMAT = Dcp()
-SAFETENSORS = DcpSafetensors()
+FORMAT = _Dcp()
+SAFETENSORS = _DcpSafetensors()

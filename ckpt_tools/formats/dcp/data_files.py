@@ -1,8 +1,7 @@
-"""The data files of a DCP directory: their items as chunks and objects, and which files are missing
-or short, which entries are in them, and what is still complete.
+"""The data files of a DCP directory: which are missing or short, which entries are in them, and
+what is still complete.
 
-All by what `.metadata` says and by the sizes of files; none is opened. A million chunks cost two
-numbers each: which boxes there are and who saved them is the same for most tensors, and kept once.
+All by what `.metadata` says and by the sizes of files; none is opened.
 """
 
 from __future__ import annotations
@@ -11,134 +10,30 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
 from ckpt_tools.core.coverage import uncovered
-from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
-    Chunk,
     Grid,
     GridChunks,
-    ObjectEntry,
-    Path,
-    Section,
 )
 from ckpt_tools.core.text import are, some
 from ckpt_tools.errors import (
     CheckpointError,
     IncompleteError,
-    NotReadError,
     UnreadableError,
-    UnsupportedError,
 )
-from ckpt_tools.formats.dcp.items import TORCH_SAVE, ZSTD
-from ckpt_tools.formats.dcp.metadata import Storage, StorageInfo
 from ckpt_tools.formats.foreign import lfs_pointer, sniff
 from ckpt_tools.storage import paths
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
-_CODECS = {(): TORCH_SAVE, ("stream.zstd/1",): ZSTD}  # by the transforms of an item
 
 
 def rank_of(path: str) -> int | None:
     """The rank that wrote a data file, by its name."""
     match = DATA_FILE.fullmatch(os.path.basename(path))
     return int(match[1]) if match else None
-
-
-def files_of(storage: Storage) -> set[str]:
-    """The files that items are in, relative to the directory."""
-    return {info.relative_path for infos in storage.values() for info in infos.values()}
-
-
-# ------------------------------------------------------------------------------------------- items
-
-
-class _DataFile(NamedTuple):
-    """What a relative path and its transforms mean: file, packing of items, and who wrote it."""
-
-    path: str
-    codec: str
-    rank: int | None
-
-
-class StoredItems:
-    """The items of a DCP directory: chunks of tensors, and objects."""
-
-    def __init__(self, root: str, storage: Storage) -> None:
-        self._root = root
-        self._storage = storage
-        self._places: dict[tuple[str, tuple[str, ...]], _DataFile] = {}
-        # By the identity of the boxes, which tensors with the same cut share and a grid keeps.
-        self._grids: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Grid] = {}
-
-    def chunks(self, fqn: str, boxes: tuple[Box, ...]) -> Sequence[Chunk]:
-        """The chunks that have an item; one without is a hole, which the coverage check names."""
-        items = self._storage.get(fqn, {})
-        try:
-            infos = [items[box.offsets] for box in boxes]
-        except KeyError:
-            boxes = tuple(box for box in boxes if box.offsets in items)
-            infos = [items[box.offsets] for box in boxes]
-        kinds = {info.transforms for info in infos}
-        if len(kinds) != 1:
-            return list(map(self._chunk, boxes, infos))
-        transforms = kinds.pop()
-        key = id(boxes), tuple([info.relative_path for info in infos]), transforms
-        grid = self._grids.get(key)
-        if grid is None:
-            places = [self._place(path, transforms) for path in key[1]]
-            paths, ranks = (place.path for place in places), (place.rank for place in places)
-            grid = self._grids[key] = Grid(boxes, tuple(paths), tuple(ranks))
-        starts, lengths = [info.offset for info in infos], [info.length for info in infos]
-        return GridChunks(grid, starts, lengths, self._place(key[1][0], transforms).codec)
-
-    def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
-        place = self._place(info.relative_path, info.transforms)
-        data = ByteRange(place.path, info.offset, info.length)
-        return Chunk(box, data, codec=place.codec, rank=place.rank)
-
-    def object(
-        self, fqn: str, path: Path, section: Section, unread: str | None
-    ) -> ObjectEntry | None:
-        """The entry of an object, or of a tensor whose element type is ``unread``; None when no
-        file holds it.
-        """
-        infos = self._storage.get(fqn, {})
-        info = infos.get(None) if unread is None else next(iter(infos.values()), None)
-        if info is None:
-            return None
-        place = self._place(info.relative_path, info.transforms)
-        data = ByteRange(place.path, info.offset, info.length)
-        entry = ObjectEntry(fqn, path, section, data, codec=place.codec)
-        if unread is None:
-            return entry
-        flaw = NotReadError(
-            f"a tensor of element type {unread}, which is not read.",
-            hint="Load it where it was saved, make plain tensors of it (.dequantize()), and save "
-            "it again; -x leaves the entry out.",
-        )
-        return replace(entry, type_name=f"tensor of {unread}", flaw=flaw)
-
-    def _place(self, relative_path: str, transforms: tuple[str, ...]) -> _DataFile:
-        """Raises UnsupportedError for a transform that is not known."""
-        key = relative_path, transforms
-        if key not in self._places:
-            path, codec = os.path.join(self._root, relative_path), _CODECS.get(transforms)
-            if codec is None:
-                raise UnsupportedError(
-                    f"{path} is packed with {list(transforms)}, which is not known here; only "
-                    "stream.zstd/1 is.",
-                    hint="Save again without this extension.",
-                )
-            self._places[key] = _DataFile(path, codec, rank_of(relative_path))
-        return self._places[key]
-
-
-# ------------------------------------------------------------------------------------------ damage
 
 
 def problems_of(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[CheckpointError]:

@@ -41,7 +41,6 @@ from ckpt_tools.formats.zip.archives import (
     MAX_FRAME,
     Archives,
     KnownArchives,
-    crc_of_elements,
     parts_of_files,
 )
 from ckpt_tools.storage.paths import is_address
@@ -172,16 +171,10 @@ class _Opener:
         if found is None:
             return None
         frame, place = found
-        if self._crcs is not None:
-            tail = block(frame.tail_at, length - frame.tail_at)
-            name, start, end, _ = frame.varying[0]
-            record = ByteRange(path, offset + start, end - start)
-            self._keep_crc(item, record, crc_of_elements(frame, *tail), name)
+        stored = None if self._crcs is None else frame.stored_crc(item, block)
+        if self._crcs is not None and stored is not None:
+            self._crcs.stored[item] = stored
         return place
-
-    def _keep_crc(self, item: ByteRange, record: ByteRange, crc: int | None, name: str) -> None:
-        if self._crcs is not None and crc is not None:
-            self._crcs.stored[item] = StoredCrc(record, crc, f"record {name!r}")
 
     def _as_found(
         self, entry: TensorEntry, chunk: Chunk, item: ByteRange, place: _ItemContents
@@ -211,7 +204,9 @@ class _Opener:
             )
         name = f"data/{stored.storage.key}"
         record = archive.record(name)
-        self._keep_crc(item, ByteRange(item.path, *record[:2]), record.crc, name)
+        if self._crcs is not None and record.crc is not None:
+            elements = ByteRange(item.path, record.offset, record.length)
+            self._crcs.stored[item] = StoredCrc(elements, record.crc, f"record {name!r}")
         itemsize = entry.dtype.itemsize
         start, end = stored.storage_offset * itemsize, stored.end * itemsize
         if start == end:

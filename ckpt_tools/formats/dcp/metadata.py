@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.core.geometry import Box
@@ -156,15 +157,19 @@ class TensorMeta(NamedTuple):
 
 
 Storage = Mapping[str, Mapping[Offsets | None, StorageInfo]]
+# Places of items that several ranks wrote, by name and offsets of the box, None for an object.
+Copies = Mapping[tuple[str, Offsets | None], Sequence[StorageInfo]]
 
 
 class Metadata(NamedTuple):
-    """All that a ``.metadata`` file says.
+    """All that a ``.metadata`` file says, or those of all ranks.
 
     ``objects`` are the names of what is no tensor. ``storage`` places every item by its name, then
     by the offsets of its box; those of an object are None. ``planner_data`` is the place of each
     name in the nested state dict, None when it was not flattened. ``reshaped`` are tensors that
-    Megatron-core has stored in another shape, None where it is not Megatron-core's.
+    Megatron-core has stored in another shape, None where it is not Megatron-core's. ``copies`` are
+    all places of items that several ranks wrote, first that of the lowest, which is also the one
+    in ``storage``; ``complaints`` say of tensors how two ranks describe them.
     """
 
     tensors: dict[str, TensorMeta]
@@ -172,6 +177,14 @@ class Metadata(NamedTuple):
     storage: Storage
     planner_data: dict[str, tuple[str | int, ...]] | None
     reshaped: frozenset[str] | None
+    copies: Copies = MappingProxyType({})
+    complaints: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def files(self) -> set[str]:
+        """The files that items are in, relative to the directory."""
+        found = {info.relative_path for infos in self.storage.values() for info in infos.values()}
+        return found.union(info.relative_path for infos in self.copies.values() for info in infos)
 
 
 def _first(args: tuple[object, ...]) -> object:

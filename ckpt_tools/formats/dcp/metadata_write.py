@@ -18,28 +18,19 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, islice
-from typing import NamedTuple
+from itertools import accumulate, chain, islice
+from typing import TypeAlias
 
-from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Path
 from ckpt_tools.core.plan import FilePlan, PlannedFile, reads_of
+from ckpt_tools.formats.dcp.metadata import TensorMeta
 from ckpt_tools.formats.pickle.dump import encode_int
 
 _VERSION = "1.0.0"  # of the layout of the directory, as torch counts it
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _BATCH = 1000
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRecord:
-    """Tensors that lie alike: type, global shape, and chunks in the order of their index."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    chunks: Sequence[Box]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,70 +45,61 @@ class StoredPart:
     length: int
 
 
-class StoredFile(NamedTuple):
-    """A file of items one behind the other: the name of each, and what of it that is."""
-
-    path: str
-    fqns: Sequence[str]
-    parts: Sequence[StoredPart]
+# A file of items one behind the other: its path, the name of each, and what of it that is.
+StoredFile: TypeAlias = "tuple[str, Sequence[str], Sequence[StoredPart]]"
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """What `.metadata` says: a record of each name, None for an object's, and where items lie."""
+def plan_metadata(
+    tensors: Mapping[str, TensorMeta | None],
+    files: Sequence[Callable[[], StoredFile]],
+    planner_data: Mapping[str, Path],
+) -> PlannedFile:
+    """The `.metadata` of these tensors, None for an object, and of where items lie.
 
-    records: Mapping[str, TensorRecord | None]
-    files: Sequence[Callable[[], StoredFile]]
-    planner_data: Mapping[str, Path]
+    No byte of it is kept until it is written. Tensors that lie alike share one `TensorMeta`, which
+    is known by its identity.
+    """
+    pickled = partial(_pickled, tensors, files, planner_data)
+    length, last = 0, b""
+    for last in pickled():
+        length += len(last)
+    head = b"\x80\x04\x95" + struct.pack("<Q", length)
+    digest = hashlib.blake2b(head + last).digest()  # the last piece has a digest of all others
+    make, read = partial(_plan, head, pickled), partial(reads_of, ())
+    return PlannedFile(".metadata", len(head) + length, digest, make, read)
 
-    def planned(self) -> PlannedFile:
-        """The file, of which no byte is kept until it is written."""
-        length, last = 0, b""
-        for last in self._pickled():
-            length += len(last)
-        head = b"\x80\x04\x95" + struct.pack("<Q", length)
-        digest = hashlib.blake2b(head + last).digest()  # the last piece has a digest of all others
-        make, read = partial(self._plan, head), partial(reads_of, ())
-        return PlannedFile(".metadata", len(head) + length, digest, make, read)
 
-    def _plan(self, head: bytes) -> FilePlan:
-        pieces = [head, *self._pickled()]
-        places = accumulate(map(len, pieces), initial=0)
-        literals = tuple(zip(places, pieces, strict=False))
-        return FilePlan(".metadata", sum(map(len, pieces)), literals, ())
+def _plan(head: bytes, pickled: Callable[[], Iterator[bytes]]) -> FilePlan:
+    pieces = [head, *pickled()]
+    places = accumulate(map(len, pieces), initial=0)
+    literals = tuple(zip(places, pieces, strict=False))
+    return FilePlan(".metadata", sum(map(len, pieces)), literals, ())
 
-    def _pickled(self) -> Iterator[bytes]:
-        """The pickle behind its frame's head.
 
-        The ids in it come from its own content: nothing of the time or the machine is in them.
-        """
-        writer, state = _Writer(), hashlib.sha256()
-        for piece in self._content(writer):
-            state.update(piece)
-            yield piece
-        # Written as a UUID is; the module uuid would load subprocess on Python 3.10.
-        save_id = "-".join(p.hex() for p in struct.unpack("4s2s2s2s6s", state.digest()[:16]))
-        yield b"".join(
-            (
-                writer.text("storage_meta"),
-                writer.storage_meta(save_id=save_id),
-                writer.text("version"),
-                writer.text(_VERSION),
-                b"ub.",
-            )
-        )
+def _pickled(
+    tensors: Mapping[str, TensorMeta | None],
+    files: Sequence[Callable[[], StoredFile]],
+    planner_data: Mapping[str, Path],
+) -> Iterator[bytes]:
+    """The pickle behind its frame's head.
 
-    def _content(self, writer: _Writer) -> Iterator[bytes]:
-        """All that the checkpoint decides."""
-        yield writer.instance(_METADATA, "Metadata") + b"}("
-        yield writer.text("state_dict_metadata") + b"}"
-        records = (writer.text(fqn) + writer.record(one) for fqn, one in self.records.items())
-        yield from _batches(records, end=b"u")
-        yield writer.text("planner_data") + b"}"
-        places = (writer.text(fqn) + writer.path(at) for fqn, at in self.planner_data.items())
-        yield from _batches(places, end=b"u")
-        yield writer.text("storage_data") + b"}"
-        yield from _batches(writer.items(file() for file in self.files), end=b"u")
+    The ids in it come from its own content: nothing of the time or the machine is in them.
+    """
+    writer, state = _Writer(), hashlib.sha256()
+    metas = (writer.text(fqn) + writer.meta(one) for fqn, one in tensors.items())
+    places = (writer.text(fqn) + writer.path(at) for fqn, at in planner_data.items())
+    contents = chain(
+        [writer.instance(_METADATA, "Metadata") + b"}("],
+        writer.field("state_dict_metadata", metas),
+        writer.field("planner_data", places),
+        writer.field("storage_data", writer.items(file() for file in files)),
+    )
+    for piece in contents:
+        state.update(piece)
+        yield piece
+    # Written as a UUID is; the module uuid would load subprocess on Python 3.10.
+    save_id = "-".join(p.hex() for p in struct.unpack("4s2s2s2s6s", state.digest()[:16]))
+    yield writer.end(save_id=save_id)
 
 
 def _batches(items: Iterator[bytes], *, end: bytes) -> Iterator[bytes]:
@@ -133,12 +115,18 @@ class _Writer:
 
     def __init__(self) -> None:
         self._memo: dict[str | tuple[str, str] | tuple[int, ...], bytes] = {}
-        self._records: dict[TensorRecord, bytes] = {}  # those in which all is memoized
+        # By the identity of tensors' metadata: what is written of those in which all is memoized.
+        self._metas: dict[int, bytes] = {}
 
     def _remember(self, key: str | tuple[str, str] | tuple[int, ...], code: bytes) -> bytes:
         place = len(self._memo)
         self._memo[key] = b"h%c" % place if place < 256 else b"j" + struct.pack("<I", place)
         return code + b"\x94"
+
+    def field(self, name: str, items: Iterator[bytes]) -> Iterator[bytes]:
+        """A field of this name, and the dict of these items in it."""
+        yield self.text(name) + b"}"
+        yield from _batches(items, end=b"u")
 
     def text(self, value: str) -> bytes:
         """A string."""
@@ -169,58 +157,36 @@ class _Writer:
         parts = (self.text(x) if isinstance(x, str) else encode_int(x) for x in value)
         return b"(" + b"".join(parts) + b"t"
 
-    def record(self, record: TensorRecord | None) -> bytes:
+    def meta(self, meta: TensorMeta | None) -> bytes:
         """A TensorStorageMetadata or a BytesStorageMetadata."""
-        if record is None:
+        if meta is None:
             return self.instance(_METADATA, "BytesStorageMetadata")
-        if record in self._records:
-            return self._records[record]
+        if id(meta) in self._metas:
+            return self._metas[id(meta)]
         memoized = len(self._memo)
-        head = [
-            self.instance(_METADATA, "TensorStorageMetadata"),
-            b"}(",
-            self.text("properties"),
-            self._properties(record.dtype),
-            self.text("size"),
-            self.size(record.shape),
-            self.text("chunks"),
-            b"]",
-        ]
-        chunks = _batches(map(self._chunk, record.chunks), end=b"e")
-        code = b"".join([*head, *chunks, b"ub"])
+        head = self.instance(_METADATA, "TensorStorageMetadata") + b"}("
+        head += self.text("properties") + self._properties(meta.dtype)
+        head += self.text("size") + self.size(meta.shape) + self.text("chunks") + b"]"
+        code = b"".join([head, *_batches(map(self._chunk, meta.boxes), end=b"e"), b"ub"])
         if len(self._memo) == memoized:
-            self._records[record] = code
+            self._metas[id(meta)] = code
         return code
 
-    def _properties(self, dtype: DType) -> bytes:
+    def _properties(self, dtype: str) -> bytes:
         """A TensorProperties: strided, no gradient, contiguous, not pinned."""
-        parts = [
-            self.instance(_METADATA, "TensorProperties"),
-            b"(",
-            self.name("torch", dtype.name),
-            self.name("torch.serialization", "_get_layout"),
-            self.text("torch.strided"),
-            b"\x85R\x89",
-            self.name(_METADATA, "_MEM_FORMAT_ENCODING"),
-            b"K\0\x85R\x89tb",
-        ]
-        return b"".join(parts)
+        head = self.instance(_METADATA, "TensorProperties") + b"(" + self.name("torch", dtype)
+        layout = self.name("torch.serialization", "_get_layout") + self.text("torch.strided")
+        memory = self.name(_METADATA, "_MEM_FORMAT_ENCODING") + b"K\0"
+        return head + layout + b"\x85R\x89" + memory + b"\x85R\x89tb"
 
     def _chunk(self, box: Box) -> bytes:
         """A ChunkStorageMetadata."""
-        parts = [
-            self.instance(_METADATA, "ChunkStorageMetadata"),
-            b"}(",
-            self.text("offsets"),
-            self.size(box.offsets),
-            self.text("sizes"),
-            self.size(box.sizes),
-            b"ub",
-        ]
-        return b"".join(parts)
+        head = self.instance(_METADATA, "ChunkStorageMetadata") + b"}("
+        offsets = self.text("offsets") + self.size(box.offsets)
+        return head + offsets + self.text("sizes") + self.size(box.sizes) + b"ub"
 
     def items(self, files: Iterable[StoredFile]) -> Iterator[bytes]:
-        """A MetadataIndex and its _StorageInfo for each item; all records were given before."""
+        """A MetadataIndex and its _StorageInfo for each item; all names were given before."""
         index, end = cache(self._index), cache(self._end)
         offsets: list[bytes] = []
         lengths: list[int] = []
@@ -245,38 +211,24 @@ class _Writer:
 
     def _place(self, path: str, part: StoredPart) -> bytes:
         """The end of an index, and the beginning of its info up to the offset."""
-        if part.chunk is None:
-            where = [b"N"]
-        else:
-            where = [encode_int(part.chunk), self.text("offset"), self.size(part.box.offsets)]
-        info = [
-            b"ub",
-            self.instance("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            b"}(",
-            self.text("relative_path"),
-            self.text(path),
-            self.text("offset"),
-        ]
-        return b"".join([*where, *info])
+        where = b"N"
+        if part.chunk is not None:
+            where = encode_int(part.chunk) + self.text("offset") + self.size(part.box.offsets)
+        info = self.instance("torch.distributed.checkpoint.filesystem", "_StorageInfo") + b"}("
+        file = self.text("relative_path") + self.text(path)
+        return where + b"ub" + info + file + self.text("offset")
 
     def _end(self, length: int) -> bytes:
         return self.text("length") + encode_int(length) + b"ub"
 
-    def storage_meta(self, *, save_id: str) -> bytes:
-        """A StorageMeta without the place of the checkpoint, which would be this machine's."""
-        parts = [
-            self.instance(_METADATA, "StorageMeta"),
-            b"}(",
-            self.text("checkpoint_id"),
-            b"N",
-            self.text("save_id"),
-            self.text(save_id),
-            self.text("load_id"),
-            b"N",
-            self.text("modules"),
-            b"]ub",
-        ]
-        return b"".join(parts)
+    def end(self, *, save_id: str) -> bytes:
+        """A StorageMeta without the place of the checkpoint, which would be this machine's, and the
+        version.
+        """
+        meta = self.text("storage_meta") + self.instance(_METADATA, "StorageMeta") + b"}("
+        meta += self.text("checkpoint_id") + b"N" + self.text("save_id") + self.text(save_id)
+        meta += self.text("load_id") + b"N" + self.text("modules") + b"]ub"
+        return meta + self.text("version") + self.text(_VERSION) + b"ub."
 
 
 def _text(value: str) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
@@ -48,13 +47,6 @@ _RECORDS = b"/data/"
 _END = 4 << 10
 
 
-class _OpenedItem(NamedTuple):
-    """An item that holds whole tensors in its own containers."""
-
-    entries: list[Entry]
-    tree: Branch[str]
-
-
 def open_containers(index: Index, files: Files) -> Index:
     """The same index with the tensors and values of items that are containers of tensors.
 
@@ -62,7 +54,7 @@ def open_containers(index: Index, files: Files) -> Index:
     the item's section; `CheckpointIndex.packed` keeps the item. One that is damaged gets a flaw.
     What could run code, and what is of an unknown class, stays one object.
     """
-    containers: dict[str, _OpenedItem] = {}
+    containers: dict[str, tuple[list[Entry], Branch[str]]] = {}
     damaged: dict[str, CheckpointError] = {}
     for entry in _with_records(index, files):
         try:
@@ -82,11 +74,12 @@ def open_containers(index: Index, files: Files) -> Index:
         if container is None:
             entries.append(replace(entry, flaw=damaged.get(entry.fqn, entry.flaw)))
             continue
-        entries += container.entries
-        packed.append(PackedObject(entry, frozenset(container.tree.leaves())))
+        inside, tree = container
+        entries += inside
+        packed.append(PackedObject(entry, frozenset(tree.leaves())))
 
     def part(fqn: str) -> str | Branch[str]:
-        return containers[fqn].tree if fqn in containers else fqn
+        return containers[fqn][1] if fqn in containers else fqn
 
     whole = index.holding(entries)
     return replace(whole, packed=tuple(packed), tree=index.nesting.map(part))
@@ -157,8 +150,8 @@ def opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
     return replace(entry, type_name=value.qualname)
 
 
-def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
-    """What is in an item with tensors.
+def _container(entry: ObjectEntry, files: Files) -> tuple[list[Entry], Branch[str]] | None:
+    """What is in an item with tensors, and its own containers with their names.
 
     None where it is no container, or has what cannot be read. Raises IncompleteError where it has
     one rank's shards of tensors.
@@ -195,7 +188,7 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
             chunk = resolved(chunk, dtype, files)
         entries.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
     torch_zip.require_little_endian(archive)
-    return _OpenedItem(entries, state.tree)
+    return entries, state.tree
 
 
 def copyable_objects(index: Index, files: Files) -> Index:

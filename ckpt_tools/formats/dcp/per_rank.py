@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.core.index import (
     ByteRange,
@@ -25,39 +24,22 @@ from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.formats.dcp import items as dcp_items
 from ckpt_tools.formats.dcp import objects as dcp_objects
-from ckpt_tools.formats.dcp.data_files import files_of, rank_of
-from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
+from ckpt_tools.formats.dcp.data_files import rank_of
+from ckpt_tools.formats.dcp.metadata import Copies, Metadata, Offsets, StorageInfo, TensorMeta
 from ckpt_tools.formats.protocol import Checksummed, is_there, lengths_of
 from ckpt_tools.formats.replicas import Replicas
 from ckpt_tools.formats.slices import JOINED_BY_OWNER
 from ckpt_tools.storage.reader import Files
-
-# An item: the name of a tensor and the offsets of its box, None for an object.
-StorageKey: TypeAlias = "tuple[str, Offsets | None]"
 
 RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _BLOCK = 1 << 20
 _SMALL = 64 << 10  # bytes of an item that is read whole
 
 
-class Union(NamedTuple):
-    """The metadata of all ranks as one, and the places of items that several ranks wrote.
-
-    ``files`` names every file that is needed. The first place is that of the lowest rank, which
-    is also the one in ``metadata``. ``complaints`` say of tensors how two ranks describe them.
-    """
-
-    metadata: Metadata
-    written_twice: Mapping[StorageKey, Sequence[StorageInfo]]
-    files: frozenset[str]
-    complaints: Mapping[str, str]
-    problems: tuple[CheckpointError, ...]
-
-
-def union(parts: Mapping[int, Metadata], sizes: Mapping[str, int], root: str) -> Union:
-    """One metadata out of those of the ranks; ``sizes`` are the lengths of all files, by name."""
+def union(parts: Mapping[int, Metadata]) -> Metadata:
+    """One metadata out of those of the ranks."""
     tensors: dict[str, TensorMeta] = {}
-    places: dict[StorageKey, list[StorageInfo]] = {}
+    places: dict[tuple[str, Offsets | None], list[StorageInfo]] = {}
     planner: dict[str, Path] = {}
     complaints: dict[str, str] = {}
     first: dict[str, int] = {}
@@ -83,23 +65,21 @@ def union(parts: Mapping[int, Metadata], sizes: Mapping[str, int], root: str) ->
     storage: dict[str, dict[Offsets | None, StorageInfo]] = {}
     for (fqn, at), infos in places.items():
         storage.setdefault(fqn, {})[at] = infos[0]
-    metadata = next(iter(parts.values()))._replace(
+    return next(iter(parts.values()))._replace(
         tensors=tensors,
         objects=frozenset().union(*(part.objects for part in parts.values())),
         storage=storage,
         planner_data=planner or None,
+        copies={key: infos for key, infos in places.items() if len(infos) > 1},
+        complaints=complaints,
     )
-    written_twice = {key: infos for key, infos in places.items() if len(infos) > 1}
-    named = (files_of(part.storage) for part in parts.values())
-    files = frozenset(f"__{rank}.metadata" for rank in parts).union(*named)
-    return Union(metadata, written_twice, files, complaints, tuple(_missing(parts, sizes, root)))
 
 
-def _missing(
-    parts: Mapping[int, Metadata], sizes: Mapping[str, int], root: str
+def missing_ranks(
+    parts: Collection[int], names: Iterable[str], root: str
 ) -> Iterator[CheckpointError]:
-    """Ranks that others, or their own data files, prove to have been there."""
-    wrote = {rank for rank in map(rank_of, sizes) if rank is not None}
+    """Ranks that others, or data files of their own among these, prove to have been there."""
+    wrote = {rank for rank in map(rank_of, names) if rank is not None}
     absent = [rank for rank in range(max({*parts, *wrote}) + 1) if rank not in parts]
     if absent:
         shown = some([f"__{rank}.metadata" for rank in absent])
@@ -110,15 +90,13 @@ def _missing(
         )
 
 
-def with_replicas(
-    index: CheckpointIndex, written_twice: Mapping[StorageKey, Sequence[StorageInfo]]
-) -> CheckpointIndex:
+def with_replicas(index: CheckpointIndex, copies: Copies) -> CheckpointIndex:
     """The same index with the other places of the chunks that several ranks wrote."""
-    named = {fqn for fqn, at in written_twice if at is not None}
+    named = {fqn for fqn, at in copies if at is not None}
 
     def chunks(entry: TensorEntry) -> Iterator[Chunk]:
         for chunk in entry.chunks:
-            others = written_twice.get((entry.fqn, chunk.box.offsets), ())[1:]
+            others = copies.get((entry.fqn, chunk.box.offsets), ())[1:]
             yield chunk._replace(replicas=tuple(_range(index.root, info) for info in others))
 
     tensors = (
@@ -132,39 +110,36 @@ def _range(root: str, info: StorageInfo) -> ByteRange:
     return ByteRange(os.path.join(root, info.relative_path), info.offset, info.length)
 
 
-def compared(
-    index: CheckpointIndex,
-    written_twice: Mapping[StorageKey, Sequence[StorageInfo]],
-    complaints: Mapping[str, str],
-    files: Files,
-) -> CheckpointIndex:
+def compared(index: CheckpointIndex, metadata: Metadata, files: Files) -> CheckpointIndex:
     """The same index, what several ranks wrote compared with one another, as `Replicas` says.
 
     What cannot be read is not compared: that is said elsewhere.
     """
     items = _Items(index, files)
-    replicas = Replicas(complaints=dict(complaints))
+    replicas = Replicas(complaints=dict(metadata.complaints))
     for entry in index.tensors:
-        copies = [(chunk, data) for chunk in entry.chunks for data in chunk.replicas]
-        differs = next((data for chunk, data in copies if items.differ(chunk, data)), None)
+        others = [(chunk, data) for chunk in entry.chunks for data in chunk.replicas]
+        differs = next((data for chunk, data in others if items.differ(chunk, data)), None)
         if differs is None:
-            replicas.add(entry, several=bool(copies))
+            replicas.add(entry, several=bool(others))
             continue
         first = entry.chunks[0]
         alone = [
-            first._replace(data=data, replicas=(), rank=_rank(data))
+            first._replace(data=data, replicas=(), rank=rank_of(data.path))
             for data in (first.data, *first.replicas)
         ]
         held = ((chunk.rank, replace(entry, chunks=(chunk,))) for chunk in alone)
-        replicas.add_unequal(entry, held, rank=_rank(differs), how=_not_on(first.data, differs))
+        replicas.add_unequal(
+            entry, held, rank=rank_of(differs.path), how=_not_on(first.data, differs)
+        )
     for item in index.objects:
-        places = [_range(index.root, info) for info in written_twice.get((item.fqn, None), ())]
+        places = [_range(index.root, info) for info in metadata.copies.get((item.fqn, None), ())]
         differs = next((data for data in places[1:] if items.objects_differ(item, data)), None)
         if differs is None:
             replicas.add(item, several=len(places) > 1)
             continue
-        own = ((_rank(data), replace(item, data=data)) for data in places)
-        replicas.add_unequal(item, own, rank=_rank(differs), how=_not_on(places[0], differs))
+        own = ((rank_of(data.path), replace(item, data=data)) for data in places)
+        replicas.add_unequal(item, own, rank=rank_of(differs.path), how=_not_on(places[0], differs))
     hint = f"-x leaves them out. {JOINED_BY_OWNER}"
     return replace(
         index,
@@ -177,11 +152,7 @@ def compared(
 
 
 def _not_on(one: ByteRange, other: ByteRange) -> str:
-    return f"not the same on ranks {_rank(one)} and {_rank(other)}"
-
-
-def _rank(data: ByteRange) -> int | None:
-    return rank_of(os.path.basename(data.path))
+    return f"not the same on ranks {rank_of(one.path)} and {rank_of(other.path)}"
 
 
 class _Items:

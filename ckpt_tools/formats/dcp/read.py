@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import BY_NAME, dtype_named
+from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
+    ByteRange,
     CheckpointIndex,
+    Chunk,
     FileEntry,
+    Grid,
+    GridChunks,
     ObjectEntry,
     Path,
+    Section,
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import of_paths
@@ -26,16 +33,17 @@ from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import (
     CheckpointError,
     IncompleteError,
+    NotReadError,
     UnreadableError,
     UnsupportedError,
     unreadable,
 )
 from ckpt_tools.formats.dcp import per_rank
-from ckpt_tools.formats.dcp.data_files import DATA_FILE, StoredItems, files_of, problems_of
-from ckpt_tools.formats.dcp.items import TORCH_SAVE, tensors_in
-from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
+from ckpt_tools.formats.dcp.data_files import DATA_FILE, problems_of, rank_of
+from ckpt_tools.formats.dcp.items import TORCH_SAVE, ZSTD, tensors_in
+from ckpt_tools.formats.dcp.metadata import Metadata, Storage, StorageInfo, load_metadata
 from ckpt_tools.formats.dcp.objects import open_containers
-from ckpt_tools.formats.dcp.per_rank import RANK_METADATA, Union
+from ckpt_tools.formats.dcp.per_rank import RANK_METADATA
 from ckpt_tools.formats.foreign import lfs_pointer, sniff
 from ckpt_tools.formats.pickle.interpret import collector_paused
 from ckpt_tools.formats.pickle.stored import StoredTensor
@@ -45,6 +53,7 @@ from ckpt_tools.storage.reader import Files, refuse_special
 
 _MEGATRON_OPTIM = "optimizer."
 _FLAT_PARAM = ("_flat_param", "flat_param")
+_CODECS = {(): TORCH_SAVE, ("stream.zstd/1",): ZSTD}  # by the transforms of an item
 # What browsers and other downloads make of the name .metadata.
 _RENAMED = re.compile(r"[._-]?metadata(\.txt|\.bin)?( ?\(\d+\))?")
 
@@ -74,21 +83,22 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         sizes = paths.file_sizes(path)
     except OSError as error:
         raise unreadable(path, error, doing="listed") from error
-    union = _read_metadata(path, sizes)
-    sizes |= paths.sizes_of_named(path, union.files - sizes.keys())
-    index = _as_stated(path, union, sizes)
-    refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
-    index = per_rank.with_replicas(index, union.written_twice) if union.written_twice else index
+    metadata, needed, lacking = _read_metadata(path, sizes)
+    sizes |= paths.sizes_of_named(path, needed - sizes.keys())
+    index = _as_stated(path, metadata, sizes, needed=needed)
+    refuse_special(os.path.join(path, name) for name in needed - sizes.keys())
+    index = per_rank.with_replicas(index, metadata.copies) if metadata.copies else index
     with Files() as files:
         if _lengths_are_bare(index):
             from ckpt_tools.formats.dcp import safetensors_data  # late: few directories have such
 
             index = safetensors_data.resolve(index, files)
-        if union.written_twice or union.complaints:
-            index = per_rank.compared(index, union.written_twice, union.complaints, files)
-        if not union.metadata.planner_data:
+        if metadata.copies or metadata.complaints:
+            index = per_rank.compared(index, metadata, files)
+        if not metadata.planner_data:
             index = _with_packed(index, files)
-        index = replace(index, problems=(*index.problems, *problems_of(index, sizes)))
+        problems = (*lacking, *index.problems, *problems_of(index, sizes))
+        index = replace(index, problems=problems)
         index = open_containers(index, files)
     if not index.packed:
         return index
@@ -98,14 +108,16 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     return index.holding(replace(one, section=sections[one.path]) for one in index.entries)
 
 
-def _as_stated(path: str, union: Union, sizes: Mapping[str, int]) -> CheckpointIndex:
+def _as_stated(
+    path: str, metadata: Metadata, sizes: Mapping[str, int], *, needed: set[str]
+) -> CheckpointIndex:
     """The index as `.metadata` states it; no data file is opened."""
-    path_of = _paths(union.metadata)
-    tensors, objects = _entries(path, union.metadata, path_of)
+    path_of = _paths(metadata)
+    tensors, objects = _entries(path, metadata, path_of)
     # Of another save into the same folder; those of ranks with nothing are empty.
-    strays = {n for n in sizes.keys() - union.files if DATA_FILE.fullmatch(n) and sizes[n]}
+    strays = {n for n in sizes.keys() - needed if DATA_FILE.fullmatch(n) and sizes[n]}
     # Even a rank with nothing leaves a file.
-    names_of_data = filter(None, map(DATA_FILE.fullmatch, (sizes.keys() | union.files) - strays))
+    names_of_data = filter(None, map(DATA_FILE.fullmatch, (sizes.keys() | needed) - strays))
     ranks = [int(match[1]) for match in names_of_data]
     notes = []
     if strays:
@@ -125,11 +137,11 @@ def _as_stated(path: str, union: Union, sizes: Mapping[str, int]) -> CheckpointI
         tensors=tensors,
         objects=tuple(entry for entry in objects if entry is not None),
         files=tuple(
-            FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(union.files)
+            FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(needed)
         ),
         world_size=max(ranks) + 1 if ranks else None,
         notes=tuple(notes),
-        problems=(*union.problems, *_problems(union.metadata, path)),
+        problems=tuple(_problems(metadata, path)),
         tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
 
@@ -162,7 +174,7 @@ def _entries(
         )
     opaque = {path_of[fqn] for fqn in metadata.objects}
     sections = names.sections_of(list(path_of.values()), objects=opaque)
-    stored = StoredItems(root, metadata.storage)
+    stored = _StoredItems(root, metadata.storage)
     tensors = tuple(
         TensorEntry(
             fqn=fqn,
@@ -183,7 +195,95 @@ def _entries(
     return tensors, objects
 
 
-def _read_metadata(path: str, sizes: Mapping[str, int]) -> Union:
+class _DataFile(NamedTuple):
+    """What a relative path and its transforms mean: file, packing of items, and who wrote it."""
+
+    path: str
+    codec: str
+    rank: int | None
+
+
+class _StoredItems:
+    """The items of a DCP directory: chunks of tensors, and objects.
+
+    A million chunks cost two numbers each: which boxes there are and who saved them is the same for
+    most tensors, and kept once.
+    """
+
+    def __init__(self, root: str, storage: Storage) -> None:
+        self._root = root
+        self._storage = storage
+        self._places: dict[tuple[str, tuple[str, ...]], _DataFile] = {}
+        # By the identity of the boxes, which tensors with the same cut share and a grid keeps.
+        self._grids: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Grid] = {}
+
+    def chunks(self, fqn: str, boxes: tuple[Box, ...]) -> Sequence[Chunk]:
+        """The chunks that have an item; one without is a hole, which the coverage check names."""
+        items = self._storage.get(fqn, {})
+        try:
+            infos = [items[box.offsets] for box in boxes]
+        except KeyError:
+            boxes = tuple(box for box in boxes if box.offsets in items)
+            infos = [items[box.offsets] for box in boxes]
+        kinds = {info.transforms for info in infos}
+        if len(kinds) != 1:
+            return list(map(self._chunk, boxes, infos))
+        transforms = kinds.pop()
+        key = id(boxes), tuple([info.relative_path for info in infos]), transforms
+        grid = self._grids.get(key)
+        if grid is None:
+            places = [self._place(path, transforms) for path in key[1]]
+            paths, ranks = (place.path for place in places), (place.rank for place in places)
+            grid = self._grids[key] = Grid(boxes, tuple(paths), tuple(ranks))
+        starts, lengths = [info.offset for info in infos], [info.length for info in infos]
+        return GridChunks(grid, starts, lengths, self._place(key[1][0], transforms).codec)
+
+    def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
+        place = self._place(info.relative_path, info.transforms)
+        data = ByteRange(place.path, info.offset, info.length)
+        return Chunk(box, data, codec=place.codec, rank=place.rank)
+
+    def object(
+        self, fqn: str, path: Path, section: Section, unread: str | None
+    ) -> ObjectEntry | None:
+        """The entry of an object, or of a tensor whose element type is ``unread``; None when no
+        file holds it.
+        """
+        infos = self._storage.get(fqn, {})
+        info = infos.get(None) if unread is None else next(iter(infos.values()), None)
+        if info is None:
+            return None
+        place = self._place(info.relative_path, info.transforms)
+        data = ByteRange(place.path, info.offset, info.length)
+        entry = ObjectEntry(fqn, path, section, data, codec=place.codec)
+        if unread is None:
+            return entry
+        flaw = NotReadError(
+            f"a tensor of element type {unread}, which is not read.",
+            hint="Load it where it was saved, make plain tensors of it (.dequantize()), and save "
+            "it again; -x leaves the entry out.",
+        )
+        return replace(entry, type_name=f"tensor of {unread}", flaw=flaw)
+
+    def _place(self, relative_path: str, transforms: tuple[str, ...]) -> _DataFile:
+        """Raises UnsupportedError for a transform that is not known."""
+        key = relative_path, transforms
+        if key not in self._places:
+            path, codec = os.path.join(self._root, relative_path), _CODECS.get(transforms)
+            if codec is None:
+                raise UnsupportedError(
+                    f"{path} is packed with {list(transforms)}, which is not known here; only "
+                    "stream.zstd/1 is.",
+                    hint="Save again without this extension.",
+                )
+            self._places[key] = _DataFile(path, codec, rank_of(relative_path))
+        return self._places[key]
+
+
+def _read_metadata(
+    path: str, sizes: Mapping[str, int]
+) -> tuple[Metadata, set[str], Sequence[CheckpointError]]:
+    """What the ranks' metadata say, the names of all files that are needed, and what is missing."""
     with Files() as files:
 
         def load(name: str) -> Metadata:
@@ -197,13 +297,14 @@ def _read_metadata(path: str, sizes: Mapping[str, int]) -> Union:
 
         if ".metadata" in sizes:
             metadata = load(".metadata")
-            needed = frozenset({".metadata", *files_of(metadata.storage)})
-            return Union(metadata, {}, needed, {}, ())
+            return metadata, {".metadata", *metadata.files}, ()
         parts = {int(match[1]): name for name in sizes if (match := RANK_METADATA.fullmatch(name))}
         if not parts:
             raise _no_metadata(path, sizes)
         by_rank = {rank: load(name) for rank, name in sorted(parts.items())}
-        return per_rank.union(by_rank, sizes, path)
+    metadata = per_rank.union(by_rank)
+    needed = metadata.files.union(f"__{rank}.metadata" for rank in by_rank)
+    return metadata, needed, [*per_rank.missing_ranks(by_rank, sizes, path)]
 
 
 def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:

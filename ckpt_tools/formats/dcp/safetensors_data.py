@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TypeAlias
 
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.dcp import SAFETENSORS
 from ckpt_tools.formats.foreign import sniff
-from ckpt_tools.formats.safetensors.header import Stored, read_header
+from ckpt_tools.formats.safetensors.header import SHARDING_INFO, Stored, read_header
 from ckpt_tools.storage.reader import Files
 
-
-class _Shard(NamedTuple):
-    """Which shard of which tensor: its name, its first element, and the file that holds it."""
-
-    fqn: str
-    offsets: tuple[int, ...]
-    path: str
+# Which shard of which tensor: its name, its first element, and the file that holds it.
+_Shard: TypeAlias = tuple[str, tuple[int, ...], str]
 
 
 def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
@@ -47,11 +42,17 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     first = next(iter(starts.items()), None)
     if first is None or sniff(files.read(*first, 9)) != "safetensors":
         return index
-    by_shard = {
-        shard: stored
-        for path, start in starts.items()
-        for shard, stored in _shards(files, path, start)
-    }
+    by_shard: dict[_Shard, Stored] = {}
+    for path, start in starts.items():
+        header = read_header(files, path, offset=start)
+        try:
+            info = json.loads(header.metadata.get(SHARDING_INFO, "{}"))
+            saved = {fqn: tuple(map(int, shard["saved_offsets"])) for fqn, shard in info.items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            text = f"{path}: its {SHARDING_INFO} cannot be read: {error}."
+            raise UnreadableError(text) from error
+        for fqn, stored in header.tensors.items():
+            by_shard[fqn, saved.get(fqn, (0,) * len(stored.shape)), path] = stored
     problems = list(index.problems)
     tensors = []
     for entry in index.tensors:
@@ -63,25 +64,13 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     return replace(index, format=SAFETENSORS.name, tensors=tuple(tensors), problems=tuple(problems))
 
 
-def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:
-    """The shards of one data file, with the offsets in its header."""
-    header = read_header(files, path, offset=start)
-    try:
-        info = json.loads(header.metadata.get("DCP_SHARDING_INFO", "{}"))
-        saved = {fqn: tuple(map(int, shard["saved_offsets"])) for fqn, shard in info.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnreadableError(f"{path}: its DCP_SHARDING_INFO cannot be read: {error}.") from error
-    for fqn, stored in header.tensors.items():
-        yield _Shard(fqn, saved.get(fqn, (0,) * len(stored.shape)), path), stored
-
-
 def _from_headers(entry: TensorEntry, by_shard: Mapping[_Shard, Stored]) -> TensorEntry:
     """The tensor with its chunks' bytes from the headers; a shard that no header has is left out,
     which the coverage check then names as a hole.
     """
     chunks: list[Chunk] = []
     for chunk in entry.chunks:
-        stored = by_shard.get(_Shard(entry.fqn, chunk.box.offsets, chunk.data.path))
+        stored = by_shard.get((entry.fqn, chunk.box.offsets, chunk.data.path))
         if stored is None:
             continue
         if (stored.dtype, stored.shape) != (entry.dtype, chunk.box.sizes):
@@ -91,7 +80,7 @@ def _from_headers(entry: TensorEntry, by_shard: Mapping[_Shard, Stored]) -> Tens
                 f"{list(chunk.box.sizes)}.",
                 about=(entry.fqn,),
             )
-        places = (_Shard(entry.fqn, chunk.box.offsets, data.path) for data in chunk.replicas)
+        places = ((entry.fqn, chunk.box.offsets, data.path) for data in chunk.replicas)
         others = map(by_shard.get, places)
         replicas = tuple(other.data for other in others if other is not None)
         chunks.append(chunk._replace(data=stored.data, codec=None, replicas=replicas))

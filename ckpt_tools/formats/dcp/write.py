@@ -42,12 +42,8 @@ from ckpt_tools.core.plan import (
 from ckpt_tools.core.state_tree import Branch, Path
 from ckpt_tools.formats.dcp.flattening import items_of
 from ckpt_tools.formats.dcp.items import TORCH_SAVE
-from ckpt_tools.formats.dcp.metadata_write import (
-    Metadata,
-    StoredFile,
-    StoredPart,
-    TensorRecord,
-)
+from ckpt_tools.formats.dcp.metadata import TensorMeta
+from ckpt_tools.formats.dcp.metadata_write import StoredFile, StoredPart, plan_metadata
 from ckpt_tools.formats.pickle.dump import dumps, object_node, tensor_node
 from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.formats.torch_file.write import items_in, pack
@@ -62,6 +58,7 @@ class _Container(NamedTuple):
 
 
 _Item: TypeAlias = Target | ObjectEntry | _Container
+_Held: TypeAlias = tuple[Sequence[Box], Mapping[int, tuple[int, ...]]]
 
 
 class _Packed(NamedTuple):
@@ -84,20 +81,20 @@ class _Part(StoredPart):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Tensors that lie alike, or something else, which has no record: the part that each rank has.
+    """Tensors that lie alike, or something else, of which ``meta`` is None: each rank's part.
 
     ``sources`` are the finders of all that is read, together where they find the same files.
     """
 
     parts: Mapping[int, _Part]
-    record: TensorRecord | None
+    meta: TensorMeta | None
     sources: dict[Hashable, list[Finder]]
 
     def reads(self, box: Box) -> Iterator[tuple[Finder, Box, int]]:
         """What is read for a part with this box: so many boxes as this one is."""
         for finders in self.sources.values():
             shape = finders[0].entry.shape
-            yield finders[0], Box.whole(shape) if self.record is None else box, len(finders)
+            yield finders[0], Box.whole(shape) if self.meta is None else box, len(finders)
 
 
 def plan_files(
@@ -134,48 +131,35 @@ def plan_files(
     kinds = _kinds(entries, held, shares, finders)
     files = [_RankFile(*one, entries, kinds, finders) for one in enumerate(shares)]
     # In the order of the state dict, which torch rebuilds from it, whatever rank has which item.
-    records = {entry.fqn: kind.record for entry, kind in zip(entries, kinds, strict=True)}
-    metadata = Metadata(records, [file.stored for file in files], paths)
-    return LazyPlans([*(file.planned() for file in files), metadata.planned()])
-
-
-class _Held(NamedTuple):
-    """The box of each rank, and the ranks that have one box, by the first of them.
-
-    These are in the order in which torch looks at them.
-    """
-
-    boxes: Sequence[Box]
-    ranks: Mapping[int, tuple[int, ...]]
+    metas = {entry.fqn: kind.meta for entry, kind in zip(entries, kinds, strict=True)}
+    metadata = plan_metadata(metas, [file.stored for file in files], paths)
+    return LazyPlans([*(file.planned() for file in files), metadata])
 
 
 def _held(entry: _Item, world_size: int) -> _Held:
-    """What the ranks hold of an entry."""
+    """The box of each rank of an entry, and the ranks that have one box, by the first of them, in
+    the order in which torch looks at them.
+    """
     shape = entry.entry.shape if isinstance(entry, Target) else ()
     whole = [Box.whole(shape)] * world_size
     if isinstance(entry, Target) and entry.boxes:
         given = dict(entry.boxes)  # the other ranks have nothing of the tensor
         boxes = [given.get(rank, box) for rank, box in enumerate(whole)]
-        return _Held(boxes, {rank: (rank,) for rank in given})
+        return boxes, {rank: (rank,) for rank in given}
     if not isinstance(entry, Target) or entry.layout is None:
-        return _Held(whole, {0: tuple(range(world_size))})
-    boxes = [_as_torch_places(box, shape) for box in entry.layout.boxes(shape)]
+        return whole, {0: tuple(range(world_size))}
+    boxes = [*entry.layout.boxes(shape)]
+    for rank, (offsets, sizes) in enumerate(boxes):
+        if 0 in sizes:
+            # As torch places it: at the end of each dimension in which it is empty. There it cannot
+            # have the offsets of a box with elements, which a loader looks chunks up by.
+            places = zip(offsets, sizes, shape, strict=True)
+            boxes[rank] = Box(tuple(a if size else end for a, size, end in places), sizes)
     ranks: dict[Box, list[int]] = {}
     for rank, box in enumerate(boxes):
         ranks.setdefault(box, []).append(rank)
     # A set's own order decides between equally loaded ranks in torch; here as there.
-    return _Held(boxes, {some[0]: tuple(set(some)) for some in ranks.values()})
-
-
-def _as_torch_places(box: Box, shape: tuple[int, ...]) -> Box:
-    """The box, moved to the end of each dimension in which it is empty.
-
-    There it cannot have the offsets of a box with elements, which a loader looks chunks up by.
-    """
-    if 0 not in box.sizes:
-        return box
-    places = zip(box.offsets, box.sizes, shape, strict=True)
-    return Box(tuple(a if size else n for a, size, n in places), box.sizes)
+    return boxes, {some[0]: tuple(set(some)) for some in ranks.values()}
 
 
 def _share_out(
@@ -232,8 +216,8 @@ def _kinds(
                 for number, rank in enumerate(at):
                     packed = box_archive(dtype, boxes[rank].sizes)
                     parts[rank] = _Part(boxes[rank], number, packed.archive.length, packed)
-                record = TensorRecord(dtype, shape, [boxes[rank] for rank in at])
-                kind = known[key] = _Kind(parts, record, {})
+                meta = TensorMeta(dtype.name, shape, tuple(boxes[rank] for rank in at))
+                kind = known[key] = _Kind(parts, meta, {})
         else:
             packed = _packed(entry)
             targets = packed.targets
@@ -273,7 +257,7 @@ class _RankFile:
 
     def stored(self) -> StoredFile:
         """The file as `.metadata` knows it."""
-        return StoredFile(self.path, [self.entries[at].fqn for at in self.places], self.parts)
+        return self.path, [self.entries[at].fqn for at in self.places], self.parts
 
     def planned(self) -> PlannedFile:
         """The file, to be planned later."""
@@ -292,12 +276,12 @@ class _RankFile:
         items: list[WriteItem] = []
         for place, part in zip(self.places, self.parts, strict=True):
             archive, entry = part.packed.archive, self.entries[place]
-            literals += archive.literals_at(start)
+            literals += ((start + offset, data) for offset, data in archive.literals)
             boxes = [(target, Box.whole(target.entry.shape)) for target in part.packed.targets]
             if isinstance(entry, Target):
                 boxes = [(entry, part.box)]
             filled = ((target, box, self.finders[target.fqn]) for target, box in boxes)
-            items += items_in(archive.slots_at(start), self.path, filled)
+            items += items_in(archive.slots, self.path, filled, start=start)
             start += archive.length
         return FilePlan(self.path, start, tuple(literals), tuple(items))
 
@@ -310,8 +294,8 @@ def _packed_box(dtype: DType, sizes: tuple[int, ...]) -> _Packed:
 def _packed(entry: ObjectEntry | _Container) -> _Packed:
     """An object's archive byte for byte, or its value pickled; a container with whole tensors."""
     if isinstance(entry, _Container):
-        packed = pack(entry.tree)
-        return _laid_out(packed.pickle, packed.sizes, packed.targets)
+        pickle, targets = pack(entry.tree)
+        return _laid_out(pickle, [one.nbytes for one in targets], targets)
     if entry.codec != TORCH_SAVE:
         return _laid_out(dumps(object_node(entry)), ())
     length, byte = entry.data.length, BY_NAME["uint8"]

@@ -76,18 +76,19 @@ def rank_tensors(stored: Stored, saved: SavedFile, rank: int) -> Iterator[RankTe
     """The parts of a tensor that this file holds: a DTensor is one part, a CheckpointableTensor one
     for each of its pieces.
     """
-    held, record = saved.held(stored), saved.record_of(stored.local.storage)
-    for chunk in held.chunks:
+    chunks, layout, flaw = saved.held(stored)
+    record = saved.record_of(stored.local.storage)
+    for chunk in chunks:
         yield RankTensor(
             rank=rank,
             kind=_KINDS[type(stored)],
             dtype=dtype_named(stored.dtype),
             shape=stored.shape,
             chunk=chunk._replace(rank=rank),
-            layout=held.layout,
+            layout=layout,
             crc=record.crc,
             fills_record=chunk.data.length == record.length,
-            flaw=None if held.flaw is None else held.flaw.message.removesuffix("."),
+            flaw=None if flaw is None else flaw.message.removesuffix("."),
         )
 
 

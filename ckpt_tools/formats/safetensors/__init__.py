@@ -9,7 +9,7 @@ from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.formats.protocol import Format, PlanOptions, Reader
 
 
-class Safetensors(Format):
+class _Safetensors(Format):
     """One file, or a folder of shards with an index JSON; it has no containers and no checksums."""
 
     name = "safetensors"
@@ -33,4 +33,4 @@ class Safetensors(Format):
         return write.plan_files(targets, options=options)
 
 
-FORMAT = Safetensors()
+FORMAT = _Safetensors()

@@ -1,20 +1,29 @@
 """The head of one safetensors file: eight bytes of length, JSON, and data ranges without holes.
 
-Everything in the header is checked here. Folders, ranks and sections are not known, and no values
-are read. The rules are those of the format's own README: the data ranges tile the rest of
-the file, ``__metadata__`` maps strings to strings, no name is there twice.
+Everything in the header is checked here. Other files are not known, and no values are read. The
+rules are those of the format's own README: the data ranges tile the rest of the file,
+``__metadata__`` maps strings to strings, no name is there twice.
+
+Two of these strings are read. torch's says where each box begins. Ours says which containers there
+are and what section each is of, since a flat file of tensors has none; a name is in the longest of
+them that it begins with, and where that is wrong it is listed. For example, of a model, its
+optimizer and one random state::
+
+    {"containers":[[["model"],"model"],[["optim"],"optim"],[[],"other"]],"names":{}}
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
+from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import BY_SAFETENSORS, DType
-from ckpt_tools.core.index import ByteRange
+from ckpt_tools.core.index import SECTIONS, ByteRange, Path, Section
 from ckpt_tools.core.text import are, is_name, some
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.foreign import Kind, not_a, sniff
@@ -22,6 +31,8 @@ from ckpt_tools.storage.reader import Files
 
 PREFIX = 8  # bytes of the header's length
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
+SHARDING_INFO = "DCP_SHARDING_INFO"
+SECTIONS_KEY = "ckpt_tools_sections"
 _MAX_NDIM = 1024  # far more than any tensor has; keeps a hostile shape from costing minutes
 
 _ZIP_HINT = (
@@ -39,16 +50,32 @@ class Stored(NamedTuple):
     data: ByteRange
 
 
+class Home(NamedTuple):
+    """The container that a tensor stands in, and the section that this is of."""
+
+    container: Path
+    section: Section
+
+
+USUAL_HOME = Home((), "model")
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """Everything before the data: free strings, the tensors by name, and where the data ends.
 
-    ``end`` is a byte offset in the file; a sound file is exactly that long.
+    ``end`` is a byte offset in the file; a sound file is exactly that long. Of a file that is part
+    of a checkpoint, `placed` adds what the strings say: ``offsets`` are where each tensor's box
+    begins, in elements, None when the file holds whole tensors; ``homes`` are the containers and
+    sections that it states, if any.
     """
 
+    path: str
     metadata: dict[str, str]
     tensors: dict[str, Stored]
     end: int
+    offsets: Mapping[str, tuple[int, ...]] | None = None
+    homes: Mapping[str, Home] | None = None
 
 
 def read_header(files: Files, path: str, *, offset: int = 0, length: int | None = None) -> Header:
@@ -63,7 +90,7 @@ def read_header(files: Files, path: str, *, offset: int = 0, length: int | None 
     if length is None:
         length = files.size(path) - offset
     header = parse_header(files, path, offset=offset, length=length)
-    problem = length_problem(header, path, end=offset + length)
+    problem = length_problem(header, end=offset + length)
     if problem is not None:
         raise problem
     return header
@@ -90,11 +117,22 @@ def parse_header(files: Files, path: str, *, offset: int, length: int) -> Header
             raise UnreadableError(f"{path}: __metadata__ {name!r} is not a string but {found}.")
     start = offset + PREFIX + len(text)
     tensors = _tensors(parsed, path=path, start=start)
-    return Header(metadata, tensors, _check_tiling(tensors, path=path, start=start))
+    return Header(path, metadata, tensors, _check_tiling(tensors, path=path, start=start))
 
 
-def length_problem(header: Header, path: str, *, end: int) -> UnreadableError | None:
+def placed(header: Header) -> Header:
+    """The header with what its strings say of boxes and sections, as both are written.
+
+    Raises UnreadableError when that is unsound.
+    """
+    offsets = _offsets(header)
+    homes = homes_in(header.metadata, header.tensors, header.path)
+    return replace(header, offsets=offsets, homes=homes)
+
+
+def length_problem(header: Header, *, end: int) -> UnreadableError | None:
     """What is wrong when the data really ends at byte ``end`` of the file, None if nothing is."""
+    path = header.path
     if end == header.end:
         return None
     if end > header.end:
@@ -228,3 +266,65 @@ def _check_tiling(tensors: dict[str, Stored], *, path: str, start: int) -> int:
             )
         end += stored.data.length
     return end
+
+
+def _offsets(header: Header) -> dict[str, tuple[int, ...]] | None:
+    """Where the box of each tensor begins, None where torch has not said it."""
+    path, text = header.path, header.metadata.get(SHARDING_INFO)
+    if text is None:
+        return None
+    try:
+        info: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path}: {SHARDING_INFO} is not valid JSON: {error}.") from error
+    if not isinstance(info, dict):
+        raise UnreadableError(f"{path}: {SHARDING_INFO} is not a JSON object.")
+    absent = sorted(name for name in info if name not in header.tensors)
+    if absent:
+        raise UnreadableError(
+            f"{path}: {SHARDING_INFO} speaks of {some(absent, 3)}, which the file does not hold."
+        )
+    offsets = {}
+    for fqn, stored in header.tensors.items():
+        raw, ndim = info.get(fqn), len(stored.shape)
+        found = natural_numbers(raw.get("saved_offsets")) if isinstance(raw, dict) else None
+        if found is None or len(found) != ndim:
+            raise UnreadableError(
+                f"{path}: {fqn}: {SHARDING_INFO} should give {ndim} offsets, found {raw!r:.60}."
+            )
+        offsets[fqn] = found
+    return offsets
+
+
+def homes_in(metadata: Mapping[str, str], fqns: Iterable[str], path: str) -> dict[str, Home] | None:
+    """The homes that ``__metadata__`` of a file gives its tensors, None when it says nothing.
+
+    Raises UnreadableError when that cannot be read.
+    """
+    text = metadata.get(SECTIONS_KEY)
+    if text is None:
+        return None
+    try:
+        raw = json.loads(text)
+        containers = [_home(one) for one in raw["containers"]]
+        listed = {str(fqn): _home(one) for fqn, one in raw["names"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UnreadableError(f"{path}: its {SECTIONS_KEY} cannot be read: {error}.") from error
+    usual = homes_by_prefix(containers, fqns)
+    return {fqn: listed.get(fqn, home) for fqn, home in usual.items()}
+
+
+def homes_by_prefix(containers: Sequence[Home], fqns: Iterable[str]) -> dict[str, Home]:
+    """Each name with the longest of the containers that it begins with."""
+    by_prefix = {names.join((*home.container, "")): home for home in containers}
+    by_prefix[""] = next((home for home in containers if not home.container), USUAL_HOME)
+    return {fqn: by_prefix[max(filter(fqn.startswith, by_prefix), key=len)] for fqn in fqns}
+
+
+def _home(raw: object) -> Home:
+    if not isinstance(raw, list) or len(raw) != 2 or not isinstance(raw[0], list):
+        raise TypeError(f"{raw!r:.60} is not a container with its section")
+    section = next((one for one in SECTIONS if one == raw[1]), None)
+    if section is None or not all(type(part) in (str, int) for part in raw[0]):
+        raise TypeError(f"{raw!r:.60} is not a container with its section")
+    return Home(tuple(raw[0]), section)

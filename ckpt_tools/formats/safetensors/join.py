@@ -8,87 +8,41 @@ file.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import compress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from ckpt_tools.core import names
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Chunk, HeaderStrings, TensorEntry
-from ckpt_tools.core.text import rank_spans, some
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
+from ckpt_tools.core.text import rank_spans
+from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.formats.numbered import Reading, absent, owners, two_saves
-from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
-from ckpt_tools.formats.safetensors.sections import KEY, Home, Homes, decoded
+from ckpt_tools.formats.safetensors.header import (
+    SECTIONS_KEY,
+    SHARDING_INFO,
+    Header,
+    Home,
+    Stored,
+)
 from ckpt_tools.formats.slices import both_hold
 
 SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
-_SHARDING_INFO = "DCP_SHARDING_INFO"
 # What this reader and every loader knows, and a writer says anew.
-_KNOWN = frozenset({"format", KEY, _SHARDING_INFO, "DCP_VERSION"})
+_KNOWN = frozenset({"format", SECTIONS_KEY, SHARDING_INFO, "DCP_VERSION"})
 _MOST_RANKS = 100_000
 
-
-class TensorFile(NamedTuple):
-    """One file of a checkpoint.
-
-    ``offsets`` say where each tensor's box begins, in elements; None when the file holds whole
-    tensors. ``rank`` is who wrote it, None when the name does not tell. ``homes`` are the sections
-    that it states, if any.
-    """
-
-    path: str
-    header: Header
-    offsets: Mapping[str, tuple[int, ...]] | None
-    rank: int | None
-    homes: Homes | None = None
-
-
-class _Held(NamedTuple):
-    part: TensorFile
-    stored: Stored
-
-
-def make_part(path: str, header: Header) -> TensorFile:
-    """The file with what its header says of boxes. Raises UnreadableError when that is unsound."""
-    match = SHARD.fullmatch(Path(path).name)
-    rank = int(match[1]) - 1 if match else None
-    return TensorFile(path, header, _offsets(path, header), rank, decoded(header.metadata, path))
-
-
-def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
-    text = header.metadata.get(_SHARDING_INFO)
-    if text is None:
-        return None
-    try:
-        info: object = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path}: {_SHARDING_INFO} is not valid JSON: {error}.") from error
-    if not isinstance(info, dict):
-        raise UnreadableError(f"{path}: {_SHARDING_INFO} is not a JSON object.")
-    absent = sorted(name for name in info if name not in header.tensors)
-    if absent:
-        raise UnreadableError(
-            f"{path}: {_SHARDING_INFO} speaks of {some(absent, 3)}, which the file does not hold."
-        )
-    offsets = {}
-    for fqn, stored in header.tensors.items():
-        raw, ndim = info.get(fqn), len(stored.shape)
-        found = natural_numbers(raw.get("saved_offsets")) if isinstance(raw, dict) else None
-        if found is None or len(found) != ndim:
-            raise UnreadableError(
-                f"{path}: {fqn}: {_SHARDING_INFO} should give {ndim} offsets, found {raw!r:.60}."
-            )
-        offsets[fqn] = found
-    return offsets
+# What one file holds of a tensor.
+_Held: TypeAlias = "tuple[Header, Stored]"
 
 
 def join(
-    parts: Sequence[TensorFile], *, weight_map: Mapping[str, str]
+    parts: Sequence[Header], *, weight_map: Mapping[str, str]
 ) -> tuple[list[TensorEntry], list[CheckpointError]]:
     """The tensors of all files, sorted by name, and what keeps them from being whole; a name in two
     files is a problem unless boxes differ.
@@ -97,9 +51,13 @@ def join(
     """
     held: dict[str, list[_Held]] = defaultdict(list)
     for part in parts:
-        for fqn, stored in part.header.tensors.items():
-            held[fqn].append(_Held(part, stored))
-    homes = _homes(held)
+        for fqn, stored in part.tensors.items():
+            held[fqn].append((part, stored))
+    # As its file states, else as its name alone tells.
+    homes = {f: one.homes[f] for f, ((one, _), *_) in held.items() if one.homes is not None}
+    bare = [fqn for fqn in held if fqn not in homes]
+    sections = names.classify([(fqn,) for fqn in bare])
+    homes |= {fqn: Home((), section) for fqn, (section, _) in zip(bare, sections, strict=True)}
     several = {
         fqn: [part.path for part, _ in group]
         for fqn, group in held.items()
@@ -109,18 +67,18 @@ def join(
     tensors: list[TensorEntry] = []
     problems: list[CheckpointError] = []
     for fqn in sorted(held):
-        group = [one for one in held[fqn] if one.part.path == counting.get(fqn, one.part.path)]
+        path = counting.get(fqn)
+        group = [(part, stored) for part, stored in held[fqn] if path in (None, part.path)]
         group = _agreeing(group, fqn, problems=problems)
         tensors.append(_entry(group, fqn, home=homes[fqn], problems=problems))
     problems += (both_hold(*files, fqns) for files, fqns in doubles.items())
     return tensors, problems
 
 
-def strings_of(parts: Sequence[TensorFile], tensors: Sequence[TensorEntry]) -> HeaderStrings | None:
+def strings_of(parts: Sequence[Header], tensors: Sequence[TensorEntry]) -> HeaderStrings | None:
     """What the headers of all files say beside their tensors, None where that is nothing."""
     said = [
-        {name: text for name, text in part.header.metadata.items() if name not in _KNOWN}
-        for part in parts
+        {name: text for name, text in part.metadata.items() if name not in _KNOWN} for part in parts
     ]
     names = sorted(set[str]().union(*said))
     if not names:
@@ -130,25 +88,14 @@ def strings_of(parts: Sequence[TensorFile], tensors: Sequence[TensorEntry]) -> H
     return HeaderStrings(same, differing, {e.fqn: (e.dtype, e.shape) for e in tensors})
 
 
-def _homes(held: Mapping[str, Sequence[_Held]]) -> dict[str, Home]:
-    """Where each tensor belongs: as its file states, else as its name alone tells."""
-    stated = {fqn: group[0].part.homes for fqn, group in held.items()}
-    bare = [fqn for fqn, homes in stated.items() if homes is None]
-    sections = names.classify([(fqn,) for fqn in bare])
-    bare_homes = {fqn: Home((), section) for fqn, (section, _) in zip(bare, sections, strict=True)}
-    return bare_homes | {fqn: homes.of(fqn) for fqn, homes in stated.items() if homes is not None}
-
-
 def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) -> list[_Held]:
     """The boxes that have the type and the number of dimensions of the first one."""
     part, first = group[0]
-    same = [
-        held
-        for held in group
-        if held.stored.dtype == first.dtype and len(held.stored.shape) == len(first.shape)
+    is_same = [
+        stored.dtype == first.dtype and len(stored.shape) == len(first.shape) for _, stored in group
     ]
-    if len(same) < len(group):
-        other, stored = next(held for held in group if held not in same)
+    if not all(is_same):
+        other, stored = group[is_same.index(False)]
         problems.append(
             CheckpointError(
                 f"{fqn}: {part.path} has {first.dtype.name} {list(first.shape)}, "
@@ -156,7 +103,7 @@ def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) 
                 about=(fqn,),
             )
         )
-    return same
+    return [*compress(group, is_same)]
 
 
 def _entry(
@@ -171,13 +118,12 @@ def _entry(
         offsets = part.offsets[fqn] if part.offsets is not None else (0,) * len(stored.shape)
         box = Box(offsets, stored.shape)
         first = by_box.get(box)
-        by_box[box] = (
-            Chunk(box, stored.data, rank=part.rank)
-            if first is None
-            else first._replace(replicas=(*first.replicas, stored.data))
-        )
+        if first is None:
+            by_box[box] = Chunk(box, stored.data, rank=_rank_of(part.path))
+        else:
+            by_box[box] = first._replace(replicas=(*first.replicas, stored.data))
     chunks = tuple(by_box[box] for box in sorted(by_box))
-    dtype, section = group[0].stored.dtype, home.section
+    dtype, section = group[0][1].dtype, home.section
     prefix = names.join((*home.container, ""))
     path = (*home.container, fqn[len(prefix) :]) if fqn.startswith(prefix) else (fqn,)
     if len(chunks) == 1 and not any(chunks[0].box.offsets):
@@ -186,6 +132,12 @@ def _entry(
     entry = TensorEntry(fqn, path, section, dtype, shape, chunks)
     problems += uncovered([entry])
     return entry
+
+
+@lru_cache(maxsize=4096)  # one file has thousands of tensors
+def _rank_of(path: str) -> int | None:
+    match = SHARD.fullmatch(Path(path).name)
+    return int(match[1]) - 1 if match else None
 
 
 def find_gaps_in_ranks(

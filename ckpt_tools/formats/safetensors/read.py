@@ -28,8 +28,8 @@ from ckpt_tools.formats.numbered import (
 )
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.safetensors import join as parts_of
-from ckpt_tools.formats.safetensors.header import length_problem, parse_header
-from ckpt_tools.formats.safetensors.join import SHARD, TensorFile, make_part
+from ckpt_tools.formats.safetensors.header import Header, length_problem, parse_header, placed
+from ckpt_tools.formats.safetensors.join import SHARD
 from ckpt_tools.formats.slices import said_by_header
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -46,13 +46,13 @@ _CONSOLIDATED_FROM = "sharded"  # where torch's writer leaves the shards that it
 class _Reading(Reading):
     """With the header of each file, and its tensors as the checkpoint has them."""
 
-    parts: list[TensorFile] = field(default_factory=list)
+    parts: list[Header] = field(default_factory=list)
     tensors: list[TensorEntry] = field(default_factory=list)
 
     def read_one(self, path: str, size: int) -> Collection[str]:
-        header = parse_header(self.opened, path, offset=0, length=size)
-        self.parts.append(make_part(path, header))
-        short = length_problem(header, path, end=size)
+        header = placed(parse_header(self.opened, path, offset=0, length=size))
+        self.parts.append(header)
+        short = length_problem(header, end=size)
         self.problems += [] if short is None else [short]
         return header.tensors.keys()
 
@@ -62,7 +62,7 @@ class _Reading(Reading):
         self.problems += problems
 
     def result(self, *, world_size: int | None = None) -> CheckpointIndex:
-        said = (said_by_header(part.path, part.header.metadata) for part in self.parts)
+        said = (said_by_header(part.path, part.metadata) for part in self.parts)
         return CheckpointIndex(
             root=self.root,
             format=FORMAT,
@@ -148,7 +148,12 @@ def _read_folder(reading: _Reading, folder: str, names: list[str]) -> Checkpoint
     """All files as one checkpoint; what is missing is what the numbers in their names say."""
     if not names:
         raise IncompleteError(f"{folder} holds no {SUFFIX} file.")
-    names = _without_copies(reading, names)
+    # Not those that hold the folder's model again, or an adapter of it.
+    copies = [name for name in names if _COPY.fullmatch(name)]
+    numbered = filter(None, map(NUMBERED.fullmatch, names))
+    if copies and (_MODEL in names or any(match[1] == "model" for match in numbered)):
+        reading.notes.append(f"Beside the model, and not read: {some(copies, 5)}.")
+        names = [name for name in names if name not in copies]
     reading.read_unlisted(paths.joined(folder, name) for name in names)
     reading.join({})
     ranks = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
@@ -173,17 +178,6 @@ def _read_folder(reading: _Reading, folder: str, names: list[str]) -> Checkpoint
             )
         )
     return reading.result(world_size=max(ranks, default=None))
-
-
-def _without_copies(reading: _Reading, names: list[str]) -> list[str]:
-    """The files of a folder without those that hold its model again, or an adapter of it."""
-    numbered = filter(None, map(NUMBERED.fullmatch, names))
-    copies = [name for name in names if _COPY.fullmatch(name)]
-    if _MODEL not in names and all(match[1] != "model" for match in numbered):
-        return names
-    if copies:
-        reading.notes.append(f"Beside the model, and not read: {some(copies, 5)}.")
-    return [name for name in names if name not in copies]
 
 
 def _look_beside(reading: _Reading, index: str, present: Iterable[str]) -> None:

@@ -8,18 +8,27 @@ the format's own serializer does, so that every tensor is aligned to its element
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 
 from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import Path
 from ckpt_tools.core.plan import FilePlan, Finder, LazyPlans, PlannedFile, Target, WriteItem
 from ckpt_tools.core.text import counted, is_text
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.protocol import PlanOptions
-from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX
-from ckpt_tools.formats.safetensors.sections import Home, encoded
+from ckpt_tools.formats.safetensors.header import (
+    MAX_HEADER,
+    PREFIX,
+    SECTIONS_KEY,
+    USUAL_HOME,
+    Home,
+    homes_by_prefix,
+)
+from ckpt_tools.storage.reader import batches
 
 _ALIGNMENT = 8
 _RESERVED = "__metadata__"
@@ -42,12 +51,12 @@ def plan_files(targets: Iterable[Target], *, options: PlanOptions) -> LazyPlans:
     if most < 1 or not basename or "/" in basename:
         raise UsageError(f"Shards {basename!r} of at most {most} bytes are not possible.")
     homes = {t.fqn: Home(t.path[:-1], t.entry.section) for t in ordered}
-    metadata = {**options.metadata, **encoded(homes)}
-    shards = [ordered] if options.single_file else _split(ordered, most)
+    metadata = {**options.metadata, **stated_homes(homes)}
+    shards = [] if options.single_file else [*batches(ordered, lambda one: one.nbytes, most)]
     count = len(shards)
-    if count == 1:
+    if count < 2:
         name = options.single_file or f"{basename}.safetensors"
-        return LazyPlans([_planned(name, shards[0], metadata)])
+        return LazyPlans([_planned(name, ordered, metadata)])
     names = [f"{basename}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     named = list(zip(names, shards, strict=True))
     files = [_planned(name, shard, metadata) for name, shard in named]
@@ -60,6 +69,28 @@ def plan_files(targets: Iterable[Target], *, options: PlanOptions) -> LazyPlans:
     data = json.dumps(index, ensure_ascii=False, indent=2, sort_keys=True).encode() + b"\n"
     path = f"{basename}.safetensors.index.json"
     return LazyPlans(files) + LazyPlans.of([FilePlan(path, len(data), ((0, data),), ())])
+
+
+def stated_homes(homes: Mapping[str, Home]) -> dict[str, str]:
+    """What goes into ``__metadata__`` for these tensors: one value, as `header` reads it. Nothing
+    for weights alone without a container, as every other tool writes them.
+    """
+    if set(homes.values()) <= {USUAL_HOME}:
+        return {}
+    usual: dict[Path, Home] = {}
+    for home, _ in sorted(Counter(homes.values()).items(), key=lambda item: (-item[1], item[0])):
+        usual.setdefault(home.container, home)
+    containers = sorted(usual.values())
+    by_prefix = homes_by_prefix(containers, homes)
+    value = {
+        "containers": [[list(home.container), home.section] for home in containers],
+        "names": {
+            fqn: [list(home.container), home.section]
+            for fqn, home in sorted(homes.items())
+            if by_prefix[fqn] != home
+        },
+    }
+    return {SECTIONS_KEY: json.dumps(value, ensure_ascii=False, separators=(",", ":"))}
 
 
 def _check_targets(ordered: Sequence[Target]) -> None:
@@ -83,19 +114,6 @@ def _check_targets(ordered: Sequence[Target]) -> None:
             f"safetensors cannot hold the element type of {tensors}: {shown}.",
             hint="Leave them out with --exclude, or write another format with --format torch.",
         )
-
-
-def _split(ordered: Sequence[Target], max_shard_size: int) -> list[list[Target]]:
-    """The tensors of each shard. There is always one, though it may be empty."""
-    shards: list[list[Target]] = [[]]
-    filled = 0
-    for target in ordered:
-        if shards[-1] and filled + target.nbytes > max_shard_size:
-            shards.append([])
-            filled = 0
-        shards[-1].append(target)
-        filled += target.nbytes
-    return shards
 
 
 def _planned(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) -> PlannedFile:

@@ -27,7 +27,7 @@ class TorchSave(Format):
         return archives.parts_of_files(index, files)
 
 
-class TorchFile(TorchSave):
+class _TorchFile(TorchSave):
     """A state dict of whole tensors in one file."""
 
     name = "torch"
@@ -50,7 +50,7 @@ class TorchFile(TorchSave):
         return write.plan_files(targets, objects, options=options)
 
 
-class TorchFolder(TorchFile):
+class _TorchFolder(_TorchFile):
     """The same in numbered .bin files with an index JSON."""
 
     files = ()
@@ -62,5 +62,5 @@ class TorchFolder(TorchFile):
         return folder
 
 
-FORMAT = TorchFile()
-FOLDER = TorchFolder()
+FORMAT = _TorchFile()
+FOLDER = _TorchFolder()

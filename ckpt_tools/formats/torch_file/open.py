@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
@@ -40,18 +40,6 @@ _COUNT = 8  # bytes of a storage's number of elements
 _QUANTIZED = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
 
 
-class Held(NamedTuple):
-    """What a file holds of a tensor: boxes, and where their bytes are; ``layout`` is a DTensor's.
-
-    ``flaw`` says why it cannot be known which elements these are: the box is then that of the
-    file's own tensor.
-    """
-
-    chunks: tuple[Chunk, ...]
-    layout: Layout | None
-    flaw: UnsupportedError | None
-
-
 @dataclass(frozen=True, slots=True)
 class SavedFile:
     """A torch.save file: ``value`` is what was saved, with records in place of tensors.
@@ -65,8 +53,12 @@ class SavedFile:
     pickle: ByteRange
     record_of: Callable[[StoredStorage], Record]
 
-    def held(self, stored: Stored) -> Held:
-        """Where the elements of a tensor are: all of it, unless it is a part of a larger one.
+    def held(
+        self, stored: Stored
+    ) -> tuple[tuple[Chunk, ...], Layout | None, UnsupportedError | None]:
+        """Where the elements of a tensor are: all of it, unless it is a part of a larger one. Then
+        a DTensor's layout, and why it cannot be known which elements these are: the box is then
+        that of the file's own tensor.
 
         Raises UnreadableError when its storage is shorter than it says.
         """
@@ -84,7 +76,7 @@ class SavedFile:
             flaw = error
         record = self.record_of(stored.local.storage)
         chunks = (chunk_of(box, view, record, self.path) for box, view in boxes)
-        return Held(tuple(chunk._replace(rank=rank) for chunk in chunks), layout, flaw)
+        return tuple(chunk._replace(rank=rank) for chunk in chunks), layout, flaw
 
 
 def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
@@ -196,32 +188,26 @@ def _records(
 
 
 def chunk_of(box: Box, view: StoredTensor, record: Record, path: str) -> Chunk:
-    """A view of a storage, whose bytes are ``record``, as the box of a tensor.
+    """A view of a storage, whose bytes are ``record``, as the box of a tensor: its bytes are those
+    from the first to the last element.
 
     Raises UnreadableError when the storage is shorter than it says.
     """
-    return Chunk(box, byte_range_of(view, record, path), strides_of(view), view.sign)
-
-
-def byte_range_of(stored: StoredTensor, record: Record, path: str) -> ByteRange:
-    """The bytes from the first to the last element of a tensor, whose storage is ``record``.
-
-    Raises UnreadableError when the storage is shorter than it says.
-    """
-    itemsize = dtype_named(stored.dtype).itemsize
-    unit = 1 if stored.storage.dtype is None else dtype_named(stored.storage.dtype).itemsize
-    nbytes = stored.storage.numel * unit
+    itemsize = dtype_named(view.dtype).itemsize
+    unit = 1 if view.storage.dtype is None else dtype_named(view.storage.dtype).itemsize
+    nbytes = view.storage.numel * unit
     if record.length != nbytes:
         raise UnreadableError(
-            f"{path}: storage {stored.storage.key!r} has {record.length:,} bytes, "
+            f"{path}: storage {view.storage.key!r} has {record.length:,} bytes, "
             f"its tensors were saved with {nbytes:,}."
         )
-    if 0 in stored.shape:
-        return ByteRange(path, record.offset, 0)
-    start, end = stored.storage_offset * itemsize, stored.end * itemsize
+    start, end = view.storage_offset * itemsize, view.end * itemsize
+    if 0 in view.shape:
+        start = end = 0
     if end > nbytes:
         raise UnreadableError(
-            f"{path}: a tensor of {list(stored.shape)} needs bytes {start:,} to {end:,} of "
-            f"storage {stored.storage.key!r}, which has {nbytes:,}."
+            f"{path}: a tensor of {list(view.shape)} needs bytes {start:,} to {end:,} of "
+            f"storage {view.storage.key!r}, which has {nbytes:,}."
         )
-    return ByteRange(path, record.offset + start, end - start)
+    data = ByteRange(path, record.offset + start, end - start)
+    return Chunk(box, data, strides_of(view), view.sign)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ObjectEntry
@@ -39,40 +38,35 @@ def plan_files(
     """
     refuse_types_not_in_torch(targets)
     filename = options.single_file or "model.pt"
-    packed = pack(placed_tree(targets, objects, options.tree))
-    archive = lay_out(packed.pickle, packed.sizes, archive=archive_name(filename))
+    pickle, whole = pack(placed_tree(targets, objects, options.tree))
+    archive = lay_out(pickle, [one.nbytes for one in whole], archive=archive_name(filename))
     filled = (
         (target, Box.whole(target.entry.shape), Finder(target.entry).require_whole())
-        for target in packed.targets
+        for target in whole
     )
     items = items_in(archive.slots, filename, filled)
     return LazyPlans.of([FilePlan(filename, archive.length, archive.literals, tuple(items))])
 
 
-class Packed(NamedTuple):
-    """Whole tensors and objects as the pickle of an archive, and the tensors by their storages."""
-
-    pickle: bytes
-    targets: tuple[Target, ...]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each storage."""
-        return [target.nbytes for target in self.targets]
-
-
 def items_in(
-    slots: Iterable[Slot], path: str, filled: Iterable[tuple[Target, Box, Finder]]
+    slots: Iterable[Slot],
+    path: str,
+    filled: Iterable[tuple[Target, Box, Finder]],
+    *,
+    start: int = 0,
 ) -> Iterator[WriteItem]:
-    """What to write into the slots of an archive in the file ``path``: a box of a tensor each."""
-    for (target, box, finder), slot in zip(filled, slots, strict=True):
-        if slot.length:
+    """What to write into the slots of an archive, a box of a tensor each; its first byte is byte
+    ``start`` of the file ``path``.
+    """
+    for (target, box, finder), (offset, length, crc_at) in zip(filled, slots, strict=True):
+        if length:
             source, dtype = target.entry.dtype, target.dtype
-            yield WriteItem(target.fqn, path, slot.offset, box, source, dtype, finder, slot.crc_at)
+            at, sums = start + offset, tuple([start + place for place in crc_at])
+            yield WriteItem(target.fqn, path, at, box, source, dtype, finder, sums)
 
 
-def pack(tree: Branch[Target | ObjectEntry]) -> Packed:
-    """The archive of a tree: storages are numbered in its order."""
+def pack(tree: Branch[Target | ObjectEntry]) -> tuple[bytes, tuple[Target, ...]]:
+    """The pickle of an archive of a tree, and the tensors of its storages, in the tree's order."""
     targets: list[Target] = []
 
     def node(leaf: Target | ObjectEntry) -> object:
@@ -81,7 +75,7 @@ def pack(tree: Branch[Target | ObjectEntry]) -> Packed:
         targets.append(leaf)
         return tensor_node(leaf.dtype, leaf.entry.shape, key=len(targets) - 1)
 
-    return Packed(dumps(nested(tree, node)), tuple(targets))
+    return dumps(nested(tree, node)), tuple(targets)
 
 
 def archive_name(filename: str) -> str:

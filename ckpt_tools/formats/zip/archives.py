@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from ckpt_tools.core.crc import crc32
+from ckpt_tools.core.crc import StoredCrc, crc32
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.foreign import HEAD, sniff
@@ -33,15 +33,9 @@ from ckpt_tools.formats.protocol import (
     plain_parts,
     ready,
 )
-from ckpt_tools.formats.zip.read import (
-    Archive,
-    VaryingRecord,
-    archive_in,
-    ends_of,
-    read_archive,
-)
+from ckpt_tools.formats.zip.read import Archive, archive_in, ends_of, read_archive
 from ckpt_tools.storage.paths import is_address
-from ckpt_tools.storage.reader import Files, Window
+from ckpt_tools.storage.reader import Files, Window, batches
 
 # What an archive may have before and after its record; torch writes less than 2 KiB of each.
 MAX_FRAME = 4096
@@ -57,17 +51,18 @@ T = TypeVar("T")
 Block: TypeAlias = Callable[[int, int], tuple[bytes | bytearray, int]]
 
 
-class Frame(NamedTuple):
-    """The bytes before the record ``varying[0]``, and those after it, which begin at ``tail_at``.
+class _Frame(NamedTuple):
+    """The bytes before the record ``name``, and those after it, which begin at ``tail_at``.
 
-    ``parts`` are what is equal of the tail, with their places in it. ``varying`` are the records
-    that differ; all places are relative to the archive.
+    ``parts`` are what is equal of the tail, with their places in it. ``varying`` are start, end and
+    place of the CRC-32 of records that differ, first of this one, relative to the archive.
     """
 
+    name: str
     head: bytes
     tail_at: int
     parts: tuple[tuple[int, bytes], ...]
-    varying: tuple[VaryingRecord, ...]
+    varying: tuple[tuple[int, int, int], ...]
 
     def ends(self, block: bytes | bytearray, at: int) -> bool:
         """Whether this is the tail of such an archive."""
@@ -75,6 +70,20 @@ class Frame(NamedTuple):
             if not block.startswith(data, at + start):
                 return False
         return True
+
+    def stored_crc(self, data: ByteRange, block: Block) -> StoredCrc | None:
+        """What such an archive, which fills ``data``, keeps of its elements; None when it has no
+        CRC-32 of them, or that of another record is wrong.
+        """
+        tail, at = block(self.tail_at, data.length - self.tail_at)
+        zero = at - self.tail_at
+        (first, last, crc_at), *others = self.varying
+        crc = _uint32(tail, zero + crc_at)
+        for start, end, crc_at in others:
+            if crc32(tail[zero + start : zero + end]) != _uint32(tail, zero + crc_at):
+                return None
+        elements = ByteRange(data.path, data.offset + first, last - first)
+        return StoredCrc(elements, crc, f"record {self.name!r}") if crc else None
 
 
 class KnownArchives(Generic[T]):
@@ -84,9 +93,9 @@ class KnownArchives(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, list[tuple[Frame, T]]] = {}
+        self._known: dict[int, list[tuple[_Frame, T]]] = {}
 
-    def find(self, length: int, block: Block) -> tuple[Frame, T] | None:
+    def find(self, length: int, block: Block) -> tuple[_Frame, T] | None:
         """The known archive that is like one of this length; its bytes are compared."""
         for frame, learned in self._known.get(length, ()):
             data, at = block(0, len(frame.head))
@@ -100,34 +109,33 @@ class KnownArchives(Generic[T]):
         """Whether one more archive of this length may be learned."""
         return len(self._known.get(length, ())) < _MOST_OF_ONE_LENGTH
 
-    def learn(self, archive: Archive, name: str, learned: T) -> Frame | None:
-        """Remember an archive by all but this record, when little stands around that."""
-        frame = frame_of(archive, name) if self.has_room(archive.length) else None
-        if frame is not None:
-            self._known.setdefault(archive.length, []).append((frame, learned))
-        return frame
-
-
-def frame_of(archive: Archive, name: str) -> Frame | None:
-    """What stands around a record; None when it is much, or damaged, or not as torch writes it."""
-    try:
-        varying = archive.varying((name, _SERIAL))
-        start, tail_at = varying[0].start, varying[0].end
-        if max(start, archive.length - tail_at) > MAX_FRAME:
+    def learn(self, archive: Archive, name: str, learned: T) -> _Frame | None:
+        """Remember an archive by all but this record: not when much stands around that, or that is
+        damaged, or not as torch writes it.
+        """
+        if not self.has_room(archive.length):
             return None
-        head, tail = archive.taken(0, start), archive.taken(tail_at, archive.length)
-    except UnreadableError:
-        return None  # damaged where nothing is read from: good for itself, no example for others
-    holes = [(one.start, one.end) for one in varying[1:]]
-    holes += [(at, at + 4) for one in varying for at in one.sums]
-    if min(holes)[0] < tail_at:
-        return None  # its sums stand before the elements, which torch does not do
-    parts, at = [], 0
-    for start, end in sorted(holes):
-        parts.append((at, tail[at : start - tail_at]))
-        at = end - tail_at
-    parts.append((at, tail[at:]))
-    return Frame(head, tail_at, tuple(parts), tuple(varying))
+        try:
+            varying = archive.varying((name, _SERIAL))
+            start, tail_at, _ = varying[0]
+            if max(start, archive.length - tail_at) > MAX_FRAME:
+                return None
+            head, tail = archive.taken(0, start), archive.taken(tail_at, archive.length)
+        except UnreadableError:
+            return None  # damaged where nothing is read from: good for itself, no example
+        holes = [(start, end) for start, end, _ in varying[1:]]
+        holes += [(at, at + 4) for *_, sums in varying for at in sums]
+        if min(holes)[0] < tail_at:
+            return None  # its sums stand before the elements, which torch does not do
+        parts, at = [], 0
+        for start, end in sorted(holes):
+            parts.append((at, tail[at : start - tail_at]))
+            at = end - tail_at
+        parts.append((at, tail[at:]))
+        places = tuple((start, end, sums[0]) for start, end, sums in varying)
+        frame = _Frame(name, head, tail_at, tuple(parts), places)
+        self._known.setdefault(archive.length, []).append((frame, learned))
+        return frame
 
 
 def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
@@ -151,33 +159,27 @@ class Archives:
 
     def parts(self, data: ByteRange) -> Iterator[ChecksumPart]:
         """An archive as one part; a large one in parts of about 64 MiB, when it can be opened."""
+        whole = ChecksumPart(data, data.length, partial(self.records, data))
         if data.length <= _PART_BYTES:
-            yield ChecksumPart(data, data.length, partial(self.records, data))
+            yield whole
             return
-        groups: list[list[str]] = [[]]
-        left = _PART_BYTES
-        path = data.path
         try:
-            archive = archive_in(self._files, data, path)
-            found = [(name, archive.record(name)) for name in archive.names]
+            archive = archive_in(self._files, data, data.path)
+            found = {name: archive.record(name) for name in archive.names}
         except CheckpointError:
-            yield ChecksumPart(data, data.length, partial(self.records, data))
+            yield whole
             return
-        for name, (offset, length, crc) in found:
-            record = ByteRange(path, offset, length)
-            if crc is not None and length > _PART_BYTES:
-                for part in cut(record, _PART_BYTES):
-                    one = Checksummed(part, crc, f"record {name!r}", record=record)
-                    yield ChecksumPart(part, part.length, partial(ready, one))
+        small: list[str] = []
+        for name, (offset, length, crc) in found.items():
+            if crc is None or length <= _PART_BYTES:
+                small.append(name)
                 continue
-            if left <= 0:
-                groups.append([])
-                left = _PART_BYTES
-            groups[-1].append(name)
-            left -= length
-        for group in groups:
-            if group:
-                yield ChecksumPart(data, _PART_BYTES, partial(self.records, data, only=group))
+            record = ByteRange(data.path, offset, length)
+            for part in cut(record, _PART_BYTES):
+                one = Checksummed(part, crc, f"record {name!r}", record=record)
+                yield ChecksumPart(part, part.length, partial(ready, one))
+        for group in batches(small, lambda name: found[name].length, _PART_BYTES):
+            yield ChecksumPart(data, _PART_BYTES, partial(self.records, data, only=group))
 
     def records(
         self, data: ByteRange, window: Window, *, only: Collection[str] = ()
@@ -220,19 +222,17 @@ class Archives:
         if found is None:
             return None
         frame, others = found
-        crc = crc_of_elements(frame, *block(frame.tail_at, length - frame.tail_at))
-        name, start, end, _ = frame.varying[0]
-        elements = ByteRange(path, offset + start, end - start)
-        if crc is None:
+        stored = frame.stored_crc(data, block)
+        if stored is None:
             return None
         self._keep_kind(data, frame)
-        return Checksummed(elements, crc, f"record {name!r}", alike=others)
+        return Checksummed(*stored, alike=others)
 
-    def _keep_kind(self, data: ByteRange, frame: Frame | None) -> None:
+    def _keep_kind(self, data: ByteRange, frame: _Frame | None) -> None:
         if frame is not None and is_address(data.path):
             self._files.kinds[data] = frame
 
-    def _learn(self, archive: Archive) -> Frame | None:
+    def _learn(self, archive: Archive) -> _Frame | None:
         """Remember an archive of one record of elements, when all others are as their CRCs say."""
         elements = [name for name in archive.names if name.startswith("data/")]
         if len(elements) != 1 or not self._good.has_room(archive.length):
@@ -247,17 +247,5 @@ class Archives:
         return None
 
 
-def crc_of_elements(frame: Frame, tail: bytearray, at: int) -> int | None:
-    """The CRC-32 of an archive's elements; None when it has none, or that of another varying record
-    is wrong.
-    """
-    zero = at - frame.tail_at
-    elements, *others = frame.varying
-    for _, start, end, sums in others:
-        if crc32(tail[zero + start : zero + end]) != _uint32(tail, zero + sums[0]):
-            return None
-    return _uint32(tail, zero + elements.sums[0]) or None
-
-
-def _uint32(block: bytearray, at: int) -> int:
+def _uint32(block: bytes | bytearray, at: int) -> int:
     return int.from_bytes(block[at : at + 4], "little")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.crc import crc32
@@ -56,28 +56,6 @@ class ArchiveLayout(NamedTuple):
     length: int
     literals: tuple[tuple[int, bytes], ...]
     slots: tuple[Slot, ...]
-
-    def literals_at(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """The literals of the archive when its first byte is byte ``start`` of a file."""
-        return ((start + offset, data) for offset, data in self.literals)
-
-    def slots_at(self, start: int) -> Iterator[Slot]:
-        """The slots of the archive when its first byte is byte ``start`` of a file."""
-        return (
-            Slot(start + slot.offset, slot.length, tuple(start + place for place in slot.crc_at))
-            for slot in self.slots
-        )
-
-
-class _Placed(NamedTuple):
-    """A record with its place in the archive."""
-
-    name: bytes
-    length: int
-    crc: int
-    header: int
-    descriptor: int
-    is_slot: bool
 
 
 class _Canvas:
@@ -128,24 +106,27 @@ def lay_out(
         ("version", b"3\n"),
         (".data/serialization_id", serialization_id),
     ]
-    canvas = _Canvas()
-    placed = [
-        _put_record(canvas, f"{archive}/{name}".encode(), content) for name, content in records
-    ]
+    canvas, entries, size = _Canvas(), [], 0
+    places: list[tuple[int, int, int]] = []  # length and end of each slot, and its entry
+    for name, content in records:
+        entry, end = _put_record(canvas, f"{archive}/{name}".encode(), content)
+        if isinstance(content, int):
+            places.append((content, end, size))
+        entries.append(entry)
+        size += len(entry)
     start = canvas.at
-    slots = []
-    for record in placed:
-        sums = record.descriptor + _CRC_IN_DESCRIPTOR, canvas.at + _CRC_IN_CENTRAL_HEADER
-        canvas.put(_central_entry(record))
-        if record.is_slot:
-            offset = record.descriptor - record.length
-            slots.append(Slot(offset, record.length, sums if record.length else ()))
-    _put_end(canvas, start=start, count=len(placed))
+    canvas.put(b"".join(entries))
+    _put_end(canvas, start=start, count=len(entries))
     canvas.close()
+    slots = []
+    for length, end, at in places:
+        sums = end + _CRC_IN_DESCRIPTOR, start + at + _CRC_IN_CENTRAL_HEADER
+        slots.append(Slot(end - length, length, sums if length else ()))
     return ArchiveLayout(canvas.at, tuple(canvas.literals), tuple(slots))
 
 
-def _put_record(canvas: _Canvas, name: bytes, content: int | bytes) -> _Placed:
+def _put_record(canvas: _Canvas, name: bytes, content: int | bytes) -> tuple[bytes, int]:
+    """Write a record; its entry of the central directory, and the end of its content."""
     length = len(content) if isinstance(content, bytes) else content
     header = canvas.at
     # The sizes are those of the data descriptor; torch leaves the compressed one 0 up here.
@@ -153,26 +134,29 @@ def _put_record(canvas: _Canvas, name: bytes, content: int | bytes) -> _Placed:
     used = header + _LOCAL_HEADER.size + len(name) + len(extra) + 4
     padding = -used % _ALIGNMENT
     extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    canvas.put(
-        _LOCAL_HEADER.pack(b"PK\3\4", 0, _flags(length), 0, 0, 0, 0, 0, 0, len(name), len(extra))
-    )
+    # torch writes no descriptor behind an empty record.
+    flags = _UTF8_NAMES | _SIZES_FOLLOW if length else _UTF8_NAMES
+    lengths = len(name), len(extra)
+    canvas.put(_LOCAL_HEADER.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, *lengths))
     canvas.put(name + extra)
     if isinstance(content, bytes):
         canvas.put(content)
     else:
         canvas.skip(length)
     crc = crc32(content) if isinstance(content, bytes) else 0
-    descriptor = canvas.at
+    end = canvas.at
     if length:
         wide = length >= _LIMIT32 or header >= _LIMIT32
         layout = _DESCRIPTOR64 if wide else _DESCRIPTOR
         canvas.put(layout.pack(b"PK\7\10", crc, length, length))
-    return _Placed(name, length, crc, header, descriptor, isinstance(content, int))
-
-
-def _flags(length: int) -> int:
-    """The flags of a record's headers; torch writes no descriptor behind an empty record."""
-    return _UTF8_NAMES | _SIZES_FOLLOW if length else _UTF8_NAMES
+    extra = _zip64_extra(uncompressed=length, compressed=length, header=header)
+    sizes = (min(length, _LIMIT32),) * 2
+    lengths = len(name), len(extra)
+    narrow = min(header, _LIMIT32)
+    entry = _CENTRAL_HEADER.pack(
+        b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, *sizes, *lengths, 0, 0, 0, 0, narrow
+    )
+    return entry + name + extra, end
 
 
 def _zip64_extra(*, uncompressed: int, compressed: int, header: int) -> bytes:
@@ -183,18 +167,6 @@ def _zip64_extra(*, uncompressed: int, compressed: int, header: int) -> bytes:
     if not values:
         return b""
     return struct.pack(f"<HH{len(values)}Q", _ZIP64_EXTRA, 8 * len(values), *values)
-
-
-def _central_entry(record: _Placed) -> bytes:
-    length = record.length
-    extra = _zip64_extra(uncompressed=length, compressed=length, header=record.header)
-    size = min(length, _LIMIT32)
-    header = min(record.header, _LIMIT32)
-    lengths = (len(record.name), len(extra), 0)
-    fixed = _CENTRAL_HEADER.pack(
-        b"PK\1\2", 0, 0, _flags(length), 0, 0, 0, record.crc, size, size, *lengths, 0, 0, 0, header
-    )
-    return fixed + record.name + extra
 
 
 def _put_end(canvas: _Canvas, *, start: int, count: int) -> None:

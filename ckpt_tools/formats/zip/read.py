@@ -58,17 +58,6 @@ class Record(NamedTuple):
     crc: int | None
 
 
-class VaryingRecord(NamedTuple):
-    """A record's content from ``start`` to ``end``, and where its CRC-32 stands: first in the
-    directory, then, in archives of torch, behind the content. All are relative to the archive.
-    """
-
-    name: str
-    start: int
-    end: int
-    sums: tuple[int, ...]
-
-
 class _DirectoryEntry(NamedTuple):
     """What the central directory says of a record; ``header`` and ``crc_at``, where its CRC
     stands, are relative to the archive.
@@ -82,17 +71,19 @@ class _DirectoryEntry(NamedTuple):
 
 
 class Archive:
-    """One torch.save archive: its records by name, without the top folder ("data.pkl", "data/0").
+    """One torch.save archive of ``length`` bytes: its records by name, without the top folder
+    ("data.pkl", "data/0").
 
     The local header of a record is read only when the record is asked for.
     """
 
-    __slots__ = ("_bytes", "_end", "_entries", "where")
+    __slots__ = ("_bytes", "_end", "_entries", "length", "where")
 
     def __init__(self, source: _Source, entries: dict[str, _DirectoryEntry], *, end: int) -> None:
         self._bytes = source
         self._entries = entries
         self._end = end
+        self.length = source.length
         self.where = source.where
 
     @property
@@ -133,27 +124,25 @@ class Archive:
         absent = entry.crc == 0 and entry.length > 0
         return Record(self._bytes.offset + start, entry.length, None if absent else entry.crc)
 
-    @property
-    def length(self) -> int:
-        """Length of the archive in bytes."""
-        return self._bytes.length
-
     def taken(self, start: int, end: int) -> bytes:
         """The bytes from ``start`` to ``end`` of the archive."""
         return self._bytes.take(start, end - start)
 
-    def varying(self, names: Iterable[str]) -> list[VaryingRecord]:
+    def varying(self, names: Iterable[str]) -> list[tuple[int, int, tuple[int, ...]]]:
         """Where archives differ that are equal but for the contents of these records, as far as
-        they are there. Raises UnreadableError as `record` does.
+        they are there: start and end of each content, and where its CRC-32 stands, first in the
+        directory, then, in archives of torch, behind the content. All are relative to the archive.
+
+        Raises UnreadableError as `record` does.
         """
         found = []
         for name in filter(self._entries.__contains__, names):
             record, entry = self.record(name), self._entries[name]
             end = record.offset - self._bytes.offset + record.length
-            sums = [entry.crc_at]
+            sums: tuple[int, ...] = (entry.crc_at,)
             if end + 8 <= self._end and self._bytes.take(end, 4) == b"PK\x07\x08":
-                sums.append(end + 4)
-            found.append(VaryingRecord(name, end - record.length, end, tuple(sums)))
+                sums += (end + 4,)
+            found.append((end - record.length, end, sums))
         return found
 
     def read(self, name: str) -> bytes:

@@ -6,7 +6,6 @@ import json
 import zlib
 from collections.abc import Collection
 from functools import lru_cache
-from typing import NamedTuple
 
 from ckpt_tools.core.index import ByteRange
 
@@ -15,7 +14,7 @@ try:  # up to ten times as fast as zlib's
 except ImportError:  # a processor that it is not made for
     from zlib import crc32
 
-__all__ = ["KnownCrcs", "StoredCrc", "combine", "crc32"]
+__all__ = ["KnownCrcs", "combine", "crc32"]
 
 # The polynomial of zip's CRC-32 (ISO 3309), bit-reversed: bit 31 is the coefficient of x^0.
 _POLYNOMIAL = 0xEDB88320
@@ -53,24 +52,17 @@ def _shift(length: int) -> int:
     return power
 
 
-class StoredCrc(NamedTuple):
-    """The CRC-32 that a checkpoint keeps of a record, which the format calls ``name``."""
-
-    record: ByteRange
-    crc: int
-    name: str
-
-
 class KnownCrcs:
     """The CRC-32s of runs of bytes that were read for something else, from any thread: what a copy
     has seen is not read again.
 
-    ``stored`` are those that the source keeps of items, as far as they were read with these.
+    ``stored`` are those that the source keeps of items, as far as they were read with these: a
+    record in the item, the CRC-32 of that, and what the format calls it.
     """
 
     def __init__(self) -> None:
         self._runs: dict[tuple[str, int], tuple[int, int]] = {}
-        self.stored: dict[ByteRange, StoredCrc] = {}
+        self.stored: dict[ByteRange, tuple[ByteRange, int, str]] = {}
 
     def __len__(self) -> int:
         """How many runs there are."""
@@ -103,21 +95,18 @@ class KnownCrcs:
 
     def packed(self) -> bytes:
         """All of it in few bytes, for another process."""
-        runs: dict[str, list[tuple[int, int, int]]] = {}
-        for (path, offset), (length, crc) in self._runs.items():
-            runs.setdefault(path, []).append((offset, length, crc))
-        stored: dict[str, list[tuple[int, int, int, int, int, str]]] = {}
-        for (path, offset, length), ((_, start, nbytes), crc, name) in self.stored.items():
-            stored.setdefault(path, []).append((offset, length, start, nbytes, crc, name))
+        runs = [(*place, *run) for place, run in self._runs.items()]
+        stored = [
+            (*item, start, nbytes, crc, name)
+            for item, ((_, start, nbytes), crc, name) in self.stored.items()
+        ]
         return zlib.compress(json.dumps([runs, stored]).encode(), 1)
 
     def add_packed(self, data: bytes) -> None:
         """Add what another process has seen."""
         runs, stored = json.loads(zlib.decompress(data))
-        for path, seen in runs.items():
-            for offset, length, crc in seen:
-                self.add(ByteRange(path, offset, length), crc)
-        for path, known in stored.items():
-            for offset, length, start, nbytes, crc, name in known:
-                record = ByteRange(path, start, nbytes)
-                self.stored[ByteRange(path, offset, length)] = StoredCrc(record, crc, name)
+        for path, offset, length, crc in runs:
+            self.add(ByteRange(path, offset, length), crc)
+        for path, offset, length, start, nbytes, crc, name in stored:
+            record = ByteRange(path, start, nbytes)
+            self.stored[ByteRange(path, offset, length)] = record, crc, name

@@ -118,23 +118,25 @@ class Grid:
         """What finds boxes in this grid."""
         return BoxFinder(self.boxes)
 
+    def chunks(
+        self, starts: Sequence[int], lengths: Sequence[int], codec: str | None
+    ) -> Sequence[Chunk]:
+        """Chunks of one codec with these boxes, each made when it is asked for.
+
+        ``starts`` and ``lengths`` are in bytes. Without a codec the bytes are the elements, packed
+        row-major.
+        """
+        return _GridChunks(self, starts, lengths, codec)
+
 
 @dataclass(slots=True, eq=False, repr=False)
-class GridChunks(Sequence[Chunk]):
-    """Chunks of one codec whose boxes a format keeps once for many tensors.
-
-    Each is made when it is asked for; ``starts`` and ``lengths`` are in bytes. Without a codec the
-    bytes are the elements, packed row-major.
-    """
+class _GridChunks(Sequence[Chunk]):
+    """What `Grid.chunks` gives."""
 
     grid: Grid
     starts: Sequence[int]
     lengths: Sequence[int]
     codec: str | None
-
-    def ends(self) -> Iterator[tuple[str, int]]:
-        """The file of each chunk, and the byte after its last."""
-        return zip(self.grid.paths, map(add, self.starts, self.lengths), strict=True)
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -192,13 +194,21 @@ class TensorEntry:
     @property
     def grid(self) -> Grid | None:
         """What the chunks have in common with those of other tensors, where that is known."""
-        return self.chunks.grid if isinstance(self.chunks, GridChunks) else None
+        return self.chunks.grid if isinstance(self.chunks, _GridChunks) else None
 
     @property
     def boxes(self) -> Sequence[Box]:
         """The box of each chunk."""
         grid = self.grid
         return [chunk.box for chunk in self.chunks] if grid is None else grid.boxes
+
+    def ends(self) -> Iterator[tuple[str, int]]:
+        """The file of each range that holds a chunk, and the byte after its last."""
+        chunks = self.chunks
+        if isinstance(chunks, _GridChunks):
+            return zip(chunks.grid.paths, map(add, chunks.starts, chunks.lengths), strict=True)
+        ranges = (data for chunk in chunks for data in (chunk.data, *chunk.replicas))
+        return ((data.path, data.offset + data.length) for data in ranges)
 
     @property
     def numel(self) -> int:
@@ -246,16 +256,6 @@ class ObjectEntry:
 
 Entry: TypeAlias = TensorEntry | ObjectEntry
 _Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
-
-
-class PackedObject(NamedTuple):
-    """An object of the format that was opened as a container: the names ``held`` came of ``item``.
-
-    ``held`` is empty when they have other names now.
-    """
-
-    item: ObjectEntry
-    held: frozenset[str]
 
 
 class FileState(NamedTuple):
@@ -320,18 +320,6 @@ def count_of(entries: Collection[Entry]) -> Count:
     return Count(len(tensors), len(entries) - len(tensors), sum(known.values()), nbytes, known)
 
 
-class HeaderStrings(NamedTuple):
-    """Free strings in the headers of files (safetensors' ``__metadata__``), which say how to use
-    the tensors there: by name, those that are the same in each file, and the names of others.
-
-    ``tensors`` are the types and shapes of those that they were written for, by their names there.
-    """
-
-    same: Mapping[str, str]
-    differing: tuple[str, ...]
-    tensors: Mapping[str, tuple[DType, tuple[int, ...]]]
-
-
 _Index = TypeVar("_Index", bound="CheckpointIndex")
 _fqn = attrgetter("fqn")
 # Nothing is known of the containers: paths say it.
@@ -346,9 +334,11 @@ class CheckpointIndex:
     the order and in the containers of the state dict; entries that it lacks stand behind, at their
     paths, and names without an entry are not there: `nesting` is the tree of the entries.
     ``problems`` are what keeps it from being whole, ``ties`` groups of names that share a storage.
-    ``packed`` are objects in whose place there are entries for what they hold.
+    ``packed`` are objects that were opened as containers, each with the names of the entries in its
+    place; none when these have other names now.
     ``beside`` are small files that say what the others mean: an index JSON, a config.
-    ``strings`` are what headers say beside tensors, None where they say nothing.
+    ``strings`` are what headers say beside tensors (safetensors' ``__metadata__``), by name, None
+    where that is not the same in each file. They are of the types and shapes in ``strings_for``.
     """
 
     root: str
@@ -364,9 +354,10 @@ class CheckpointIndex:
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
     tree: Branch[str] = NO_TREE
-    packed: tuple[PackedObject, ...] = ()
+    packed: tuple[tuple[ObjectEntry, frozenset[str]], ...] = ()
     beside: tuple[FileEntry, ...] = ()
-    strings: HeaderStrings | None = None
+    strings: Mapping[str, str | None] = field(default_factory=dict)
+    strings_for: Mapping[str, tuple[DType, tuple[int, ...]]] = field(default_factory=dict)
     _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -412,23 +403,20 @@ class CheckpointIndex:
         return replace(
             self.holding(placed),
             tree=tree.map_places(lambda path, _: ".".join(map(str, path))),
-            packed=tuple(one._replace(held=frozenset()) for one in self.packed),
+            packed=tuple((item, frozenset()) for item, _ in self.packed),
         )
 
     def closed(self: _Index) -> _Index:
         """The same checkpoint; packed objects whose entries are all there are one object again."""
-        held = {entry.fqn for entry in self.entries}
-        whole = [one for one in self.packed if one.held and one.held <= held]
+        there = {entry.fqn for entry in self.entries}
+        whole = {item: held for item, held in self.packed if held and held <= there}
         if not whole:
             return self
-        gone = frozenset().union(*(one.held for one in whole))
-        objects = [*(e for e in self.objects if e.fqn not in gone), *(one.item for one in whole)]
+        gone = frozenset().union(*whole.values())
         return replace(
-            self,
-            tensors=tuple(entry for entry in self.tensors if entry.fqn not in gone),
-            objects=tuple(sorted(objects, key=_fqn)),
-            tree=self.nesting.with_leaves({one.item.path: one.item.fqn for one in whole}),
-            packed=tuple(one for one in self.packed if one not in whole),
+            self.holding([*(entry for entry in self.entries if entry.fqn not in gone), *whole]),
+            tree=self.nesting.with_leaves({item.path: item.fqn for item in whole}),
+            packed=tuple(one for one in self.packed if one[0] not in whole),
         )
 
     @property

@@ -10,7 +10,7 @@ from click.testing import Result
 from damages import ZIPS, Victim
 
 import ckpt_tools
-from ckpt_tools.core.crc import KnownCrcs, StoredCrc, crc32
+from ckpt_tools.core.crc import KnownCrcs, crc32
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.errors import UnreadableError
 
@@ -91,7 +91,7 @@ def test_what_was_seen_is_packed_and_opened_again() -> None:
     data, seen, other = bytes(range(200)), KnownCrcs(), KnownCrcs()
     seen.add(ByteRange("a", 10, 100), crc32(data[:100]))
     seen.add(ByteRange("a", 110, 100), crc32(data[100:]))
-    seen.stored[ByteRange("b", 0, 900)] = StoredCrc(ByteRange("b", 704, 16), 5, "record 'data/0'")
+    seen.stored[ByteRange("b", 0, 900)] = ByteRange("b", 704, 16), 5, "record 'data/0'"
     other.add_packed(seen.packed())
     assert other.stored == seen.stored
     assert other.crc_of(ByteRange("a", 10, 200)) == crc32(data)

@@ -21,7 +21,6 @@ from ckpt_tools.core.index import (
     CheckpointIndex,
     Chunk,
     Grid,
-    GridChunks,
     ObjectEntry,
     Path,
     Section,
@@ -94,7 +93,7 @@ class StoredItems:
             paths, ranks = (place.path for place in places), (place.rank for place in places)
             grid = self._grids[key] = Grid(boxes, tuple(paths), tuple(ranks))
         starts, lengths = [info.offset for info in infos], [info.length for info in infos]
-        return GridChunks(grid, starts, lengths, self._place(key[1][0], transforms).codec)
+        return grid.chunks(starts, lengths, self._place(key[1][0], transforms).codec)
 
     def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
         place = self._place(info.relative_path, info.transforms)
@@ -148,12 +147,8 @@ def problems_of(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Checkp
     """
     ends: dict[str, list[int]] = defaultdict(list)
     for entry in index.tensors:
-        if isinstance(entry.chunks, GridChunks):
-            for path, end in entry.chunks.ends():
-                ends[path].append(end)
-            continue
-        for data in (data for chunk in entry.chunks for data in (chunk.data, *chunk.replicas)):
-            ends[data.path].append(data.offset + data.length)
+        for path, end in entry.ends():
+            ends[path].append(end)
     for item in index.objects:
         ends[item.data.path].append(item.data.offset + item.data.length)
     problems: list[CheckpointError] = []

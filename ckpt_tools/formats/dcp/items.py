@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from ckpt_tools.core.crc import StoredCrc
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
@@ -181,7 +180,7 @@ class _Opener:
 
     def _keep_crc(self, item: ByteRange, record: ByteRange, crc: int | None, name: str) -> None:
         if self._crcs is not None and crc is not None:
-            self._crcs.stored[item] = StoredCrc(record, crc, f"record {name!r}")
+            self._crcs.stored[item] = record, crc, f"record {name!r}"
 
     def _as_found(
         self, entry: TensorEntry, chunk: Chunk, item: ByteRange, place: _ItemContents
@@ -270,7 +269,7 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
         for chunk in entry.chunks
         for data in (chunk.data, *chunk.replicas)
     ]
-    objects = [*index.objects, *(one.item for one in index.packed)]
+    objects = [*index.objects, *(item for item, _ in index.packed)]
     items += [(one.data, one.codec) for one in objects]
     only_items: set[str] = set()
     archives = Archives(files)
@@ -282,7 +281,7 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
             yield from archives.parts(data)
         else:
             yield ChecksumPart(data, data.length, partial(_inflated_records, files, data))
-    packed = frozenset().union(*(one.held for one in index.packed))
+    packed = frozenset().union(*(held for _, held in index.packed))
     apart = (entry for entry in index.tensors if entry.fqn not in packed)
     only_items -= {c.data.path for e in apart for c in e.chunks if c.codec is None}
     others = [path for path in lengths if path not in only_items]

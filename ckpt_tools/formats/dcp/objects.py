@@ -18,7 +18,6 @@ from ckpt_tools.core.index import (
     CheckpointIndex,
     Entry,
     ObjectEntry,
-    PackedObject,
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import Branch
@@ -83,7 +82,7 @@ def open_containers(index: Index, files: Files) -> Index:
             entries.append(replace(entry, flaw=damaged.get(entry.fqn, entry.flaw)))
             continue
         entries += container.entries
-        packed.append(PackedObject(entry, frozenset(container.tree.leaves())))
+        packed.append((entry, frozenset(container.tree.leaves())))
 
     def part(fqn: str) -> str | Branch[str]:
         return containers[fqn].tree if fqn in containers else fqn

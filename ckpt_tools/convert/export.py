@@ -21,7 +21,7 @@ from ckpt_tools.core.names import select
 from ckpt_tools.core.options import option
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.records import Json, as_json
-from ckpt_tools.core.text import counted, parse_amount, some
+from ckpt_tools.core.text import counted, parse_size, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
@@ -60,7 +60,7 @@ class ExportOptions(EntryOptions):
         heading="Types and sizes",
         after="--dtype",
         typed="5GB",
-        parse=parse_amount,
+        parse=parse_size,
     )
     only: Section | None = "model"
     basename: str = "model"

@@ -96,10 +96,7 @@ class KnownCrcs:
     def packed(self) -> bytes:
         """All of it in few bytes, for another process."""
         runs = [(*place, *run) for place, run in self._runs.items()]
-        stored = [
-            (*item, start, nbytes, crc, name)
-            for item, ((_, start, nbytes), crc, name) in self.stored.items()
-        ]
+        stored = [(*item, *record[1:], *said) for item, (record, *said) in self.stored.items()]
         return zlib.compress(json.dumps([runs, stored]).encode(), 1)
 
     def add_packed(self, data: bytes) -> None:

@@ -121,10 +121,8 @@ class Grid:
     def chunks(
         self, starts: Sequence[int], lengths: Sequence[int], codec: str | None
     ) -> Sequence[Chunk]:
-        """Chunks of one codec with these boxes, each made when it is asked for.
-
-        ``starts`` and ``lengths`` are in bytes. Without a codec the bytes are the elements, packed
-        row-major.
+        """Chunks with these boxes, each made when it is asked for; ``starts`` and ``lengths`` in
+        bytes. Without a codec these are the elements, packed row-major.
         """
         return _GridChunks(self, starts, lengths, codec)
 
@@ -139,7 +137,6 @@ class _GridChunks(Sequence[Chunk]):
     codec: str | None
 
     def __len__(self) -> int:
-        """Number of chunks."""
         return len(self.grid.boxes)
 
     @overload
@@ -147,7 +144,6 @@ class _GridChunks(Sequence[Chunk]):
     @overload
     def __getitem__(self, index: _Slice) -> Sequence[Chunk]: ...
     def __getitem__(self, index: int | _Slice) -> Chunk | Sequence[Chunk]:
-        """One chunk, or a list of them."""
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         grid = self.grid
@@ -155,16 +151,12 @@ class _GridChunks(Sequence[Chunk]):
         return Chunk(grid.boxes[index], data, codec=self.codec, rank=grid.ranks[index])
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Every chunk, in order."""
         codec, grid = self.codec, self.grid
-        for box, path, rank, start, length in zip(
-            grid.boxes, grid.paths, grid.ranks, self.starts, self.lengths, strict=True
-        ):
-            data = _make(ByteRange, (path, start, length))
-            yield _make(Chunk, (box, data, None, codec, (), rank, None))
+        ranges = zip(grid.paths, self.starts, self.lengths, strict=True)
+        for box, rank, data in zip(grid.boxes, grid.ranks, ranges, strict=True):
+            yield _make(Chunk, (box, _make(ByteRange, data), None, codec, (), rank, None))
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other is a sequence of the same chunks."""
         if not isinstance(other, Sequence):
             return NotImplemented
         return list(self) == list(other)
@@ -326,7 +318,7 @@ _fqn = attrgetter("fqn")
 NO_TREE: Branch[str] = Branch("dict", (), ())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CheckpointIndex:
     """Everything that is known of a checkpoint without reading its values.
 
@@ -358,16 +350,11 @@ class CheckpointIndex:
     beside: tuple[FileEntry, ...] = ()
     strings: Mapping[str, str | None] = field(default_factory=dict)
     strings_for: Mapping[str, tuple[DType, tuple[int, ...]]] = field(default_factory=dict)
-    _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def nesting(self) -> Branch[str]:
         """The tree of the state dict: each leaf is the name of an entry, each entry one leaf."""
-        if not self._nesting:
-            self._nesting.append(
-                completed(self.tree, [(one.fqn, one.path) for one in self.entries])
-            )
-        return self._nesting[0]
+        return completed(self.tree, [(one.fqn, one.path) for one in self.entries])
 
     def entry_tree(self) -> Branch[Entry]:
         """`nesting` with the entries for leaves."""
@@ -409,14 +396,15 @@ class CheckpointIndex:
     def closed(self: _Index) -> _Index:
         """The same checkpoint; packed objects whose entries are all there are one object again."""
         there = {entry.fqn for entry in self.entries}
-        whole = {item: held for item, held in self.packed if held and held <= there}
+        whole = [one for one in self.packed if one[1] and one[1] <= there]
         if not whole:
             return self
-        gone = frozenset().union(*whole.values())
+        items = [item for item, _ in whole]
+        gone = frozenset().union(*(held for _, held in whole))
         return replace(
-            self.holding([*(entry for entry in self.entries if entry.fqn not in gone), *whole]),
-            tree=self.nesting.with_leaves({item.path: item.fqn for item in whole}),
-            packed=tuple(one for one in self.packed if one[0] not in whole),
+            self.holding([*(entry for entry in self.entries if entry.fqn not in gone), *items]),
+            tree=self.nesting.with_leaves({item.path: item.fqn for item in items}),
+            packed=tuple(one for one in self.packed if one not in whole),
         )
 
     @property
@@ -464,12 +452,9 @@ class CheckpointIndex:
         A problem that names nothing belongs to every choice. A name that was lost with its file may
         be among ``fqns``, too: it has no entry, and its problem comes along.
         """
-        return replace(
-            self,
-            problems=tuple(p for p in self.problems if not p.about or not p.about.isdisjoint(fqns)),
-            tensors=tuple(entry for entry in self.tensors if entry.fqn in fqns),
-            objects=tuple(entry for entry in self.objects if entry.fqn in fqns),
-        )
+        problems = [p for p in self.problems if not p.about or not p.about.isdisjoint(fqns)]
+        chosen = self.holding(entry for entry in self.entries if entry.fqn in fqns)
+        return replace(chosen, problems=tuple(problems))
 
     def require_whole(self) -> None:
         """Raise what keeps the checkpoint from being whole; do nothing when it is."""

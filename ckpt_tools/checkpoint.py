@@ -205,7 +205,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def metadata(self) -> dict[str, str]:
         """What headers say beside tensors: safetensors' ``__metadata__``; else it is empty."""
-        return {} if self.index.strings is None else dict(self.index.strings.same)
+        return {name: said for name, said in self.index.strings.items() if said is not None}
 
     def keys(self) -> KeysView[str]:
         """The names of all tensors, sorted."""

@@ -266,6 +266,12 @@ def set_quiet(ctx: click.Context, _: click.Parameter, on: bool) -> None:  # noqa
     ctx.meta[_QUIET] = on
 
 
+def set_patience(_ctx: click.Context, _: click.Parameter, seconds: float | None) -> None:
+    """Set how long stores are waited for, if that was given."""
+    if seconds is not None:
+        WAITING.patience = seconds
+
+
 def _verbosity() -> int:
     """How often -v was given: 0, 1 or 2."""
     count = click.get_current_context().meta.get(_VERBOSE, 0)

@@ -16,7 +16,7 @@ import click
 
 from ckpt_tools import formats
 from ckpt_tools.cli import choosing, guesses
-from ckpt_tools.cli.group import interruptible, set_quiet, set_verbosity
+from ckpt_tools.cli.group import interruptible, set_patience, set_quiet, set_verbosity
 from ckpt_tools.cli.render import cut_to, one_object
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.options import (
@@ -29,7 +29,7 @@ from ckpt_tools.core.options import (
     required,
 )
 from ckpt_tools.errors import CheckpointError, UsageError
-from ckpt_tools.storage.waiting import PATIENCE, WAITING, wait_for_stores
+from ckpt_tools.storage.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -46,7 +46,7 @@ _OF_ALL = (
         type=click.FloatRange(min=0, min_open=True),
         metavar="SECONDS",
         expose_value=False,
-        callback=lambda _ctx, _param, value: wait_for_stores(value or WAITING.patience),
+        callback=set_patience,
         show_default=f"{PATIENCE:g}",
         help="How long to retry a store that does not answer.",
     ),

@@ -20,7 +20,7 @@ from ckpt_tools.core.names import select
 from ckpt_tools.core.options import option
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.records import Json, as_json
-from ckpt_tools.core.text import counted, parse_amount, some
+from ckpt_tools.core.text import counted, parse_size, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
@@ -63,7 +63,7 @@ class ExportOptions(EntryOptions):
         heading="Types and sizes",
         after="--dtype",
         typed="5GB",
-        parse=parse_amount,
+        parse=parse_size,
     )
     only: Section | None = "model"
     basename: str = "model"
@@ -381,31 +381,30 @@ def _kept_strings(
 
     ``made`` are the targets' tensors, from those of ``located`` and of ``index``.
     """
-    strings = index.strings
-    if strings is None:
+    if not index.strings:
         return {}, []
     chunks = {entry.fqn: entry.chunks for entry in located.tensors}
     is_same = all(
         len(one.origins) == 1 and one.entry.chunks == chunks.get(one.origins[0]) for one in made
     )
     now = {target.fqn: target.entry.shape for target in targets}
-    written_for = {fqn: shape for fqn, (_, shape) in strings.tensors.items()}
+    written_for = {fqn: shape for fqn, (_, shape) in index.strings_for.items()}
     if not formats.named(form).strings:
         return {}, left_out_strings(index, NO_PLACE)
     if not is_same or not now.items() <= written_for.items():
         return {}, left_out_strings(index, "tensors were changed or renamed, and it may be of them")
     if len(now) < len(written_for):
         return {}, left_out_strings(index, "tensors were left out, and it may be of them")
-    if any(target.dtype != strings.tensors[target.fqn][0] for target in targets):
+    if any(target.dtype != index.strings_for[target.fqn][0] for target in targets):
         return {}, left_out_strings(index, "element types were changed, and it may be of them")
-    same = {name: text for name, text in strings.same.items() if name not in _OWN}
-    return same, _note_on_strings(strings.differing, "it is not the same in all files")
+    differing = [name for name, text in index.strings.items() if text is None]
+    same = {n: text for n, text in index.strings.items() if text is not None and n not in _OWN}
+    return same, _note_on_strings(differing, "it is not the same in all files")
 
 
 def left_out_strings(index: CheckpointIndex, why: str) -> list[str]:
     """A note on what headers say, which is left out of an output; none where they say nothing."""
-    said = index.strings
-    return [] if said is None else _note_on_strings([*said.same, *said.differing], why)
+    return _note_on_strings(list(index.strings), why)
 
 
 def _note_on_strings(names: Sequence[str], why: str) -> list[str]:

@@ -28,7 +28,7 @@ from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
-from ckpt_tools.core.text import parse_amount
+from ckpt_tools.core.text import parse_size
 from ckpt_tools.errors import OutputExistsError
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.formats.protocol import ReadOptions
@@ -92,7 +92,7 @@ class WriteOptions:
         typed=default_memory,
         shown="64MiB; 128MiB with 16 cores or more",
         own=True,
-        parse=parse_amount,
+        parse=parse_size,
     )
     sources: tuple[str, ...] = ()
     watched: tuple[FileEntry, ...] = ()

@@ -23,7 +23,7 @@ from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, conten
 from ckpt_tools.core.crc import combine, crc32
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import ByteRange
-from ckpt_tools.core.plan import Reads, WriteItem
+from ckpt_tools.core.plan import Finder, KnownReads, WriteItem
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.reader import Files
 
@@ -132,7 +132,7 @@ def _is_in_hole(fd: int, offset: int) -> bool:
         return error.errno == errno.ENXIO  # nothing but a hole until the end
 
 
-def _finders(item: WriteItem) -> list[Reads]:
+def _finders(item: WriteItem) -> list[Finder | KnownReads]:
     """What finds the chunks of an item, or of each term of its mean."""
     return [item.finder] if item.mean is None else [finder for _, finder in item.mean.terms]
 
@@ -273,7 +273,7 @@ class TaskWriter:
         is_copied = item.source == item.target and item.mean is None
         into = view if is_copied else self._raw[: slab.numel * itemsize]
 
-        def read(finder: Reads) -> memoryview:
+        def read(finder: Finder | KnownReads) -> memoryview:
             self._reader.fill(finder.reads(slab), slab, itemsize=itemsize, out=into)
             return into
 

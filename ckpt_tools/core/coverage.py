@@ -18,43 +18,42 @@ from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 def uncovered(
     tensors: Iterable[TensorEntry], *, known: Collection[str] = ()
 ) -> Iterator[CheckpointError]:
-    """What `check_coverage` raises for each tensor; those with ``known`` problems are skipped."""
+    """An error for each tensor whose chunks do not tile its shape: a gap, an overlap, one outside.
+
+    Those with ``known`` problems are skipped.
+    """
     for entry in tensors:
-        if entry.fqn not in known:
-            try:
-                check_coverage(entry)
-            except CheckpointError as error:
-                yield error
+        flaw = None if entry.fqn in known else _flaw_of(entry)
+        if flaw is not None:
+            yield flaw
 
 
-def check_coverage(entry: TensorEntry) -> None:
-    """Check that the chunks of a tensor tile its shape: no gap, no overlap, none outside.
+def _flaw_of(entry: TensorEntry) -> CheckpointError | None:
+    """IncompleteError for a gap, CheckpointError for an overlap, with the box where it is.
 
     Equal boxes count as replicas of one another, empty ones as nothing. Works by a sweep, in
     O(n log n) for n chunks that form a grid.
-
-    Raises IncompleteError for a gap and CheckpointError for an overlap, with the box where it is.
     """
     shape, whole = entry.shape, Box.whole(entry.shape)
     boxes = list(set(entry.boxes))
     for box in boxes:
         if len(box.sizes) != len(shape) or not whole.contains(box) or min(box.sizes, default=0) < 0:
             text = f"{entry.fqn}: a chunk {box} lies outside of shape {list(shape)}."
-            raise CheckpointError(text, about=(entry.fqn,))
+            return CheckpointError(text, about=(entry.fqn,))
     solid = [box for box in boxes if 0 not in box.sizes]
     flaw = _first_flaw(solid, shape)
     if flaw is None:
-        return
+        return None
     times, box = flaw
     if times == 0:
         covered = sum(box.numel for box in solid)
-        raise IncompleteError(
+        return IncompleteError(
             f"{entry.fqn}: chunks cover {covered:,} of {entry.numel:,} elements; "
             f"the first hole is {box}.",
             hint="Some shards are missing. Look for the missing files, or use an older save.",
             about=(entry.fqn,),
         )
-    raise CheckpointError(f"{entry.fqn}: {times} chunks overlap in {box}.", about=(entry.fqn,))
+    return CheckpointError(f"{entry.fqn}: {times} chunks overlap in {box}.", about=(entry.fqn,))
 
 
 def _first_flaw(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[int, Box] | None:

@@ -118,26 +118,25 @@ class Grid:
         """What finds boxes in this grid."""
         return BoxFinder(self.boxes)
 
+    def chunks(
+        self, starts: Sequence[int], lengths: Sequence[int], codec: str | None
+    ) -> Sequence[Chunk]:
+        """Chunks with these boxes, each made when it is asked for; ``starts`` and ``lengths`` in
+        bytes. Without a codec these are the elements, packed row-major.
+        """
+        return _GridChunks(self, starts, lengths, codec)
+
 
 @dataclass(slots=True, eq=False, repr=False)
-class GridChunks(Sequence[Chunk]):
-    """Chunks of one codec whose boxes a format keeps once for many tensors.
-
-    Each is made when it is asked for; ``starts`` and ``lengths`` are in bytes. Without a codec the
-    bytes are the elements, packed row-major.
-    """
+class _GridChunks(Sequence[Chunk]):
+    """What `Grid.chunks` gives."""
 
     grid: Grid
     starts: Sequence[int]
     lengths: Sequence[int]
     codec: str | None
 
-    def ends(self) -> Iterator[tuple[str, int]]:
-        """The file of each chunk, and the byte after its last."""
-        return zip(self.grid.paths, map(add, self.starts, self.lengths), strict=True)
-
     def __len__(self) -> int:
-        """Number of chunks."""
         return len(self.grid.boxes)
 
     @overload
@@ -145,7 +144,6 @@ class GridChunks(Sequence[Chunk]):
     @overload
     def __getitem__(self, index: _Slice) -> Sequence[Chunk]: ...
     def __getitem__(self, index: int | _Slice) -> Chunk | Sequence[Chunk]:
-        """One chunk, or a list of them."""
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         grid = self.grid
@@ -153,16 +151,12 @@ class GridChunks(Sequence[Chunk]):
         return Chunk(grid.boxes[index], data, codec=self.codec, rank=grid.ranks[index])
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Every chunk, in order."""
         codec, grid = self.codec, self.grid
-        for box, path, rank, start, length in zip(
-            grid.boxes, grid.paths, grid.ranks, self.starts, self.lengths, strict=True
-        ):
-            data = _make(ByteRange, (path, start, length))
-            yield _make(Chunk, (box, data, None, codec, (), rank, None))
+        ranges = zip(grid.paths, self.starts, self.lengths, strict=True)
+        for box, rank, data in zip(grid.boxes, grid.ranks, ranges, strict=True):
+            yield _make(Chunk, (box, _make(ByteRange, data), None, codec, (), rank, None))
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other is a sequence of the same chunks."""
         if not isinstance(other, Sequence):
             return NotImplemented
         return list(self) == list(other)
@@ -192,13 +186,21 @@ class TensorEntry:
     @property
     def grid(self) -> Grid | None:
         """What the chunks have in common with those of other tensors, where that is known."""
-        return self.chunks.grid if isinstance(self.chunks, GridChunks) else None
+        return self.chunks.grid if isinstance(self.chunks, _GridChunks) else None
 
     @property
     def boxes(self) -> Sequence[Box]:
         """The box of each chunk."""
         grid = self.grid
         return [chunk.box for chunk in self.chunks] if grid is None else grid.boxes
+
+    def ends(self) -> Iterator[tuple[str, int]]:
+        """The file of each range that holds a chunk, and the byte after its last."""
+        chunks = self.chunks
+        if isinstance(chunks, _GridChunks):
+            return zip(chunks.grid.paths, map(add, chunks.starts, chunks.lengths), strict=True)
+        ranges = (data for chunk in chunks for data in (chunk.data, *chunk.replicas))
+        return ((data.path, data.offset + data.length) for data in ranges)
 
     @property
     def numel(self) -> int:
@@ -246,16 +248,6 @@ class ObjectEntry:
 
 Entry: TypeAlias = TensorEntry | ObjectEntry
 _Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
-
-
-class PackedObject(NamedTuple):
-    """An object of the format that was opened as a container: the names ``held`` came of ``item``.
-
-    ``held`` is empty when they have other names now.
-    """
-
-    item: ObjectEntry
-    held: frozenset[str]
 
 
 class FileState(NamedTuple):
@@ -320,25 +312,13 @@ def count_of(entries: Collection[Entry]) -> Count:
     return Count(len(tensors), len(entries) - len(tensors), sum(known.values()), nbytes, known)
 
 
-class HeaderStrings(NamedTuple):
-    """Free strings in the headers of files (safetensors' ``__metadata__``), which say how to use
-    the tensors there: by name, those that are the same in each file, and the names of others.
-
-    ``tensors`` are the types and shapes of those that they were written for, by their names there.
-    """
-
-    same: Mapping[str, str]
-    differing: tuple[str, ...]
-    tensors: Mapping[str, tuple[DType, tuple[int, ...]]]
-
-
 _Index = TypeVar("_Index", bound="CheckpointIndex")
 _fqn = attrgetter("fqn")
 # Nothing is known of the containers: paths say it.
 NO_TREE: Branch[str] = Branch("dict", (), ())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CheckpointIndex:
     """Everything that is known of a checkpoint without reading its values.
 
@@ -346,9 +326,11 @@ class CheckpointIndex:
     the order and in the containers of the state dict; entries that it lacks stand behind, at their
     paths, and names without an entry are not there: `nesting` is the tree of the entries.
     ``problems`` are what keeps it from being whole, ``ties`` groups of names that share a storage.
-    ``packed`` are objects in whose place there are entries for what they hold.
+    ``packed`` are objects that were opened as containers, each with the names of the entries in its
+    place; none when these have other names now.
     ``beside`` are small files that say what the others mean: an index JSON, a config.
-    ``strings`` are what headers say beside tensors, None where they say nothing.
+    ``strings`` are what headers say beside tensors (safetensors' ``__metadata__``), by name, None
+    where that is not the same in each file. They are of the types and shapes in ``strings_for``.
     """
 
     root: str
@@ -364,19 +346,15 @@ class CheckpointIndex:
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
     tree: Branch[str] = NO_TREE
-    packed: tuple[PackedObject, ...] = ()
+    packed: tuple[tuple[ObjectEntry, frozenset[str]], ...] = ()
     beside: tuple[FileEntry, ...] = ()
-    strings: HeaderStrings | None = None
-    _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
+    strings: Mapping[str, str | None] = field(default_factory=dict)
+    strings_for: Mapping[str, tuple[DType, tuple[int, ...]]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def nesting(self) -> Branch[str]:
         """The tree of the state dict: each leaf is the name of an entry, each entry one leaf."""
-        if not self._nesting:
-            self._nesting.append(
-                completed(self.tree, [(one.fqn, one.path) for one in self.entries])
-            )
-        return self._nesting[0]
+        return completed(self.tree, [(one.fqn, one.path) for one in self.entries])
 
     def entry_tree(self) -> Branch[Entry]:
         """`nesting` with the entries for leaves."""
@@ -412,22 +390,20 @@ class CheckpointIndex:
         return replace(
             self.holding(placed),
             tree=tree.map_places(lambda path, _: ".".join(map(str, path))),
-            packed=tuple(one._replace(held=frozenset()) for one in self.packed),
+            packed=tuple((item, frozenset()) for item, _ in self.packed),
         )
 
     def closed(self: _Index) -> _Index:
         """The same checkpoint; packed objects whose entries are all there are one object again."""
-        held = {entry.fqn for entry in self.entries}
-        whole = [one for one in self.packed if one.held and one.held <= held]
+        there = {entry.fqn for entry in self.entries}
+        whole = [one for one in self.packed if one[1] and one[1] <= there]
         if not whole:
             return self
-        gone = frozenset().union(*(one.held for one in whole))
-        objects = [*(e for e in self.objects if e.fqn not in gone), *(one.item for one in whole)]
+        items = [item for item, _ in whole]
+        gone = frozenset().union(*(held for _, held in whole))
         return replace(
-            self,
-            tensors=tuple(entry for entry in self.tensors if entry.fqn not in gone),
-            objects=tuple(sorted(objects, key=_fqn)),
-            tree=self.nesting.with_leaves({one.item.path: one.item.fqn for one in whole}),
+            self.holding([*(entry for entry in self.entries if entry.fqn not in gone), *items]),
+            tree=self.nesting.with_leaves({item.path: item.fqn for item in items}),
             packed=tuple(one for one in self.packed if one not in whole),
         )
 
@@ -476,12 +452,9 @@ class CheckpointIndex:
         A problem that names nothing belongs to every choice. A name that was lost with its file may
         be among ``fqns``, too: it has no entry, and its problem comes along.
         """
-        return replace(
-            self,
-            problems=tuple(p for p in self.problems if not p.about or not p.about.isdisjoint(fqns)),
-            tensors=tuple(entry for entry in self.tensors if entry.fqn in fqns),
-            objects=tuple(entry for entry in self.objects if entry.fqn in fqns),
-        )
+        problems = [p for p in self.problems if not p.about or not p.about.isdisjoint(fqns)]
+        chosen = self.holding(entry for entry in self.entries if entry.fqn in fqns)
+        return replace(chosen, problems=tuple(problems))
 
     def require_whole(self) -> None:
         """Raise what keeps the checkpoint from being whole; do nothing when it is."""

@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.geometry import Box, row_major_strides
 from ckpt_tools.errors import UnsupportedError, UsageError
 
 
@@ -62,11 +62,8 @@ class Mesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Where this rank (0 to size - 1) sits, one index per mesh dimension."""
-        place = []
-        for size in reversed(self.shape):
-            rank, index = divmod(rank, size)
-            place.append(index)
-        return tuple(reversed(place))
+        steps = row_major_strides(self.shape)
+        return tuple(rank // step % size for step, size in zip(steps, self.shape, strict=True))
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """Every coordinate, in the order of the ranks."""
@@ -128,11 +125,8 @@ class Layout:
         """
         before = self.order[: self.order.index(mesh_dim)]
         placement = self.placements[mesh_dim]
-        return prod(
-            self.mesh.shape[other]
-            for other in before
-            if other > mesh_dim and self.placements[other] == placement
-        )
+        cut = [dim for dim in before if dim > mesh_dim and self.placements[dim] == placement]
+        return prod(self.mesh.shape[dim] for dim in cut)
 
     def boxes(self, shape: Sequence[int]) -> list[Box]:
         """The box of every rank, in the order of the ranks."""

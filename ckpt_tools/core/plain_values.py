@@ -11,19 +11,10 @@ from typing import Union
 
 from ckpt_tools.core.state_tree import Key
 
-PlainValue = Union[
-    None,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    "PickledValue",
-    AbstractSet["PlainValue"],
-    Sequence["PlainValue"],
-    Mapping[Key, "PlainValue"],
-]
+_Single = Union[None, bool, int, float, complex, str, bytes, "PickledValue"]
+PlainValue = (
+    _Single | AbstractSet["PlainValue"] | Sequence["PlainValue"] | Mapping[Key, "PlainValue"]
+)
 
 
 class Size(tuple[int, ...]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box, BoxFinder
@@ -12,7 +12,7 @@ from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.state_tree import Branch, completed
 from ckpt_tools.core.text import counted, some
-from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
+from ckpt_tools.errors import IncompleteError, UnsupportedError
 
 
 class ReadItem(NamedTuple):
@@ -20,13 +20,6 @@ class ReadItem(NamedTuple):
 
     chunk: Chunk
     box: Box
-
-
-class Reads(Protocol):
-    """Knows what a box is read from."""
-
-    def reads(self, box: Box) -> Sequence[ReadItem]:
-        """What to read from which chunk so that the box is filled."""
 
 
 class KnownReads:
@@ -73,7 +66,7 @@ class WriteItem(NamedTuple):
     box: Box
     source: DType
     target: DType
-    finder: Reads
+    finder: Finder | KnownReads
     crc_at: tuple[int, ...] = ()
     mean: Mean | None = None
 
@@ -146,7 +139,9 @@ class LazyPlans:
             for offset, data in plan.literals:
                 digest.update(b"%d %d " % (offset, len(data)))
                 digest.update(data)
-            files.append(PlannedFile(plan.path, plan.length, digest.digest(), partial(_same, plan)))
+            files.append(
+                PlannedFile(plan.path, plan.length, digest.digest(), partial(FilePlan._make, plan))
+            )
         return cls(files)
 
     def __len__(self) -> int:
@@ -188,10 +183,6 @@ class LazyPlans:
         )
 
 
-def _same(plan: FilePlan) -> FilePlan:
-    return plan
-
-
 def _made_in(folder: str, make: Callable[[], FilePlan]) -> FilePlan:
     plan = make()
     path = f"{folder}/{plan.path}"
@@ -227,17 +218,6 @@ def refuse_types_not_in_torch(targets: Iterable[Target]) -> None:
             hint="Only safetensors holds them; --exclude leaves them out.",
             about=wrong,
         )
-
-
-def require_mesh_size(targets: Iterable[Target], world_size: int) -> None:
-    """Raise UsageError for a tensor on a mesh of another number of ranks."""
-    for target in targets:
-        mesh = target.layout.mesh if target.layout is not None else None
-        if mesh is not None and mesh.size != world_size:
-            raise UsageError(
-                f"{target.fqn}: a mesh of {mesh.size} ranks ({mesh}) in a checkpoint for "
-                f"{world_size}."
-            )
 
 
 class Finder:

@@ -9,8 +9,6 @@ import re
 import time
 from collections.abc import Sequence
 
-from ckpt_tools.errors import UsageError
-
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50}
 _UNITS = {"": 1} | _DECIMAL | _BINARY
@@ -21,31 +19,24 @@ _SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
 def parse_size(text: str) -> int:
     """The number of bytes that ``5GB`` (decimal), ``2GiB`` (binary), ``1.5 MB`` or ``1024`` means.
 
-    Capitals do not matter. A part of a byte is cut off. Raises UsageError for anything else, for
-    less than one byte, and for ``5G``, which people mean both ways.
+    Capitals do not matter. A part of a byte is cut off. Raises ValueError for anything else, for
+    less than one byte, for a bare number that is surely none of bytes, and for ``5G``, which people
+    mean both ways.
     """
+    if text.strip().isdigit() and 0 < int(text) < _SMALLEST_BARE:
+        raise ValueError(f"{text} of what? Write {text}GB, {text}GiB or {text}MB.")
     match = _SIZE.fullmatch(text)
     factor = _UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None:
-        raise UsageError(
-            f"The size {text!r} cannot be read.",
-            hint="Write 5GB (5 x 10^9 bytes), 5GiB (5 x 2^30 bytes), 500MB or a number of bytes.",
+        raise ValueError(
+            f"The size {text!r} cannot be read. "
+            "Write 5GB (5 x 10^9 bytes), 5GiB (5 x 2^30 bytes), 500MB or a number of bytes."
         )
     whole, _, part = match[1].partition(".")
     size: int = int(whole + part) * factor // 10 ** len(part)
     if size < 1:
-        raise UsageError(f"The size {text!r} is less than one byte.")
+        raise ValueError(f"The size {text!r} is less than one byte.")
     return size
-
-
-def parse_amount(text: str) -> int:
-    """`parse_size` for an option: raises ValueError, also for a bare number that is surely none."""
-    if text.strip().isdigit() and 0 < int(text) < _SMALLEST_BARE:
-        raise ValueError(f"{text} of what? Write {text}GB, {text}GiB or {text}MB.")
-    try:
-        return parse_size(text)
-    except UsageError as error:
-        raise ValueError(f"{error.message} {error.hint or ''}") from error
 
 
 def format_size(nbytes: int) -> str:

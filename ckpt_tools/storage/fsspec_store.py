@@ -41,7 +41,7 @@ _BLOCK = 1 << 18  # of streams: pickles of an old file, read from front to back
 Result = TypeVar("Result")
 
 
-class FileSystem(Protocol):
+class _FileSystem(Protocol):
     """The few things that are asked of an fsspec file system."""
 
     def info(self, path: str) -> Mapping[str, object]:
@@ -63,7 +63,7 @@ class FileSystem(Protocol):
         """Forget listings that are kept."""
 
 
-class Facts(NamedTuple):
+class _Facts(NamedTuple):
     """What a store says of a name: ``size`` in bytes, 0 for a folder.
 
     ``version`` changes when the contents do; empty where the store tells none.
@@ -108,16 +108,14 @@ def _settings(scheme: str) -> Mapping[str, object]:
 
 
 @lru_cache(maxsize=1024)
-def _protocol(address: str) -> FileSystem:
+def _protocol(address: str) -> _FileSystem:
     """The file system of an address. Raises UsageError when it cannot be had here."""
     needed = "obstore" if is_web(address) else "fsspec"
     try:
         if uses_obstore(address):
             from ckpt_tools.storage import object_store  # late: only who gives an address pays
 
-            if not is_web(address):
-                return object_store.Bucket(address)
-            return object_store.Site(address, _settings(address.partition("://")[0]))
+            return object_store.opened(address, _settings(address.partition("://")[0]))
         from fsspec import core
     except ImportError as error:
         raise UsageError(
@@ -125,7 +123,7 @@ def _protocol(address: str) -> FileSystem:
             hint="pip install 'ckpt-tools[remote]', and s3fs, gcsfs or huggingface_hub.",
         ) from error
     try:
-        system: FileSystem = core.url_to_fs(address)[0]
+        system: _FileSystem = core.url_to_fs(address)[0]
     except (ImportError, ValueError) as error:
         raise UsageError(
             f"{address} cannot be opened: {error}.",
@@ -134,7 +132,7 @@ def _protocol(address: str) -> FileSystem:
     return system
 
 
-def _file_system(address: str) -> FileSystem:
+def _file_system(address: str) -> _FileSystem:
     scheme, _, rest = address.partition("://")
     if is_web(address):  # of a folder, whose files may have a query
         path, mark, query = rest.partition("?")
@@ -142,7 +140,7 @@ def _file_system(address: str) -> FileSystem:
     return _protocol(f"{scheme}://{rest.partition('/')[0]}")
 
 
-def _asked(address: str, ask: Callable[[FileSystem], Result]) -> Result:
+def _asked(address: str, ask: Callable[[_FileSystem], Result]) -> Result:
     """The answer of the store; whatever fault it has is an OSError."""
     system = _file_system(address)
     if uses_obstore(address):
@@ -180,22 +178,22 @@ class _Answers(Generic[Result]):
         self._kept.clear()
 
 
-_FACTS: _Answers[Facts] = _Answers()
+_FACTS: _Answers[_Facts] = _Answers()
 _HEADS: _Answers[bytes] = _Answers()
-_LISTINGS: _Answers[list[Facts]] = _Answers()
+_LISTINGS: _Answers[list[_Facts]] = _Answers()
 
 
-def facts(address: str) -> Facts:
+def facts(address: str) -> _Facts:
     """What the store says of an address. Raises FileNotFoundError, or another OSError."""
     try:
         return _facts_of(address)
     except PermissionError:
         if is_web(address) and listing(address):  # a folder that is not shown
-            return _FACTS.of(address, lambda _: Facts(_tail(address), 0, is_dir=True))
+            return _FACTS.of(address, lambda _: _Facts(_tail(address), 0, is_dir=True))
         raise
 
 
-def _facts_of(address: str) -> Facts:
+def _facts_of(address: str) -> _Facts:
     folder, _, name = address.rpartition("/")
     listed = None if is_web(address) else _LISTINGS.fresh(folder)
     if listed is None:
@@ -206,7 +204,7 @@ def _facts_of(address: str) -> Facts:
     raise FileNotFoundError(ENOENT, "it does not exist", address)
 
 
-def _ask_facts(address: str) -> Facts:
+def _ask_facts(address: str) -> _Facts:
     knows_files_alone = not is_web(address) and uses_obstore(address)
     listed = None
     if knows_files_alone and "." not in _tail(address):  # as folders are named
@@ -220,7 +218,7 @@ def _ask_facts(address: str) -> Facts:
         return _facts(_asked(address, lambda system: system.info(address)))
     except FileNotFoundError:
         if knows_files_alone and (listing(address) if listed is None else listed.result()):
-            return Facts(_tail(address), 0, is_dir=True)
+            return _Facts(_tail(address), 0, is_dir=True)
         raise
 
 
@@ -235,16 +233,12 @@ def forget(address: str) -> None:
     _file_system(address).invalidate_cache()
 
 
-def listing(address: str) -> list[Facts]:
+def listing(address: str) -> list[_Facts]:
     """What is in a folder, by name; of a web server, the files that name the others.
 
     Raises OSError.
     """
-    return _LISTINGS.of(address, _index_files if is_web(address) else _inside)
-
-
-def _index_files(address: str) -> list[Facts]:
-    return files_named(address, _INDEX_FILES)
+    return _LISTINGS.of(address, _ask_listing)
 
 
 def is_dir(address: str) -> bool:
@@ -257,7 +251,9 @@ def is_dir(address: str) -> bool:
         return is_web(address) and bool(listing(address))
 
 
-def _inside(address: str) -> list[Facts]:
+def _ask_listing(address: str) -> list[_Facts]:
+    if is_web(address):
+        return files_named(address, _INDEX_FILES)
     listed = _asked(address, lambda system: system.ls(address, detail=True))
     inside = sorted(filter(itemgetter(0), map(_facts, listed)))
     # Alone, it is the marker of the folder itself, or the file that was listed.
@@ -270,10 +266,10 @@ def is_web(address: str) -> bool:
     return address.startswith(("http://", "https://"))
 
 
-def files_named(address: str, names: Iterable[str]) -> list[Facts]:
+def files_named(address: str, names: Iterable[str]) -> list[_Facts]:
     """Those of these files that are in a folder; each is asked for. Raises OSError."""
 
-    def ask(name: str) -> Facts | None:
+    def ask(name: str) -> _Facts | None:
         with suppress(FileNotFoundError, PermissionError):
             found = _facts_of(f"{address.rstrip('/')}/{name}")
             return None if found.is_dir else found
@@ -282,7 +278,7 @@ def files_named(address: str, names: Iterable[str]) -> list[Facts]:
     return list(filter(None, pool().map(ask, names)))
 
 
-def _facts(entry: Mapping[str, object]) -> Facts:
+def _facts(entry: Mapping[str, object]) -> _Facts:
     size = entry.get("size")
     # To a web client all is a file; a page in the place of one is that of a folder.
     is_page = str(entry.get("mimetype", "")).startswith("text/html")
@@ -290,7 +286,7 @@ def _facts(entry: Mapping[str, object]) -> Facts:
     values = (entry.get(key) for key in ("ETag", "etag", "LastModified", "mtime", "created"))
     version = next((str(value) for value in values if value), "")
     known = size if isinstance(size, int) and not is_dir else 0
-    return Facts(_tail(str(entry["name"])), known, is_dir, version)
+    return _Facts(_tail(str(entry["name"])), known, is_dir, version)
 
 
 def _tail(path: str) -> str:

@@ -48,12 +48,20 @@ _CREDENTIALS = (
 )
 
 
+def opened(root: str, settings: Mapping[str, object]) -> Bucket:
+    """The bucket or container of this address, or the folder of a web server, for which fsspec has
+    these settings. Raises UsageError.
+    """
+    if root.startswith(("http://", "https://")):
+        return _Site(root, _opened_site(root, settings))
+    return Bucket(root, _opened_bucket(root))
+
+
 class Bucket:
     """A bucket or container, with the methods of an fsspec file system; ``root`` is its address."""
 
-    def __init__(self, root: str, store: ObjectStore | None = None) -> None:
-        self._root = root
-        self._store = _opened(root) if store is None else store
+    def __init__(self, root: str, store: ObjectStore) -> None:
+        self._root, self._store = root, store
         self._seen: dict[str, ObjectMeta] = {}
         self._begun: dict[str, Future[tuple[ObjectMeta, memoryview]]] = {}
 
@@ -149,13 +157,10 @@ class Bucket:
         return address.removeprefix(self._root).strip("/")
 
 
-class Site(Bucket):
+class _Site(Bucket):
     """A folder of a web server, which lists nothing. The query of an address, such as a signature,
     is sent with each request.
     """
-
-    def __init__(self, root: str, settings: Mapping[str, object]) -> None:
-        super().__init__(root, _opened_site(root, settings))
 
     def info(self, path: str) -> Mapping[str, object]:
         """Facts of a file; a page is in the place of a folder. Raises OSError."""
@@ -174,9 +179,7 @@ class Site(Bucket):
                 return {**named, "type": "directory"}
             raise _fault(error, path) from error
         self._seen.setdefault(key, answer.meta)
-        is_page = str(answer.attributes.get("Content-Type")).startswith("text/html")
-        kind = {"type": "directory"} if is_page else {}
-        return {**_facts(answer.meta), **named, **kind}
+        return {**_facts(answer.meta), **named, "mimetype": answer.attributes.get("Content-Type")}
 
     def _answer(self, key: str, start: int, end: int) -> GetResult:
         import obstore
@@ -213,21 +216,17 @@ def _facts(meta: ObjectMeta) -> Mapping[str, object]:
     return {"name": meta["path"], "size": meta["size"], "type": "file", "ETag": tag}
 
 
-def _opened(root: str) -> ObjectStore:
+def _opened_bucket(root: str) -> ObjectStore:
     """The store of a bucket, with the user's own settings. Raises UsageError."""
     from obstore.store import from_url
 
     try:
         is_s3 = root.startswith(("s3://", "s3a://"))
-        config, provider = _settings_of_s3() if is_s3 else ({}, None)
+        config, keys = _settings_of_s3() if is_s3 else ({}, None)
         named = "AWS_ENDPOINT_URL" if is_s3 else "AZURE_STORAGE_ENDPOINT"
-        endpoint = config.get("endpoint") or os.environ.get(named, "")
+        client = _client(config.get("endpoint") or os.environ.get(named, ""))
         return from_url(
-            root,
-            config=config,
-            client_options=_client(endpoint),
-            retry_config=_ONCE,
-            credential_provider=provider,
+            root, config=config, client_options=client, retry_config=_ONCE, credential_provider=keys
         )
     except UsageError:
         raise

@@ -26,6 +26,9 @@ UNFINISHED = ".partial"
 MANIFEST = ".manifest"
 _ASKED = 256  # a file system of a cluster takes a millisecond for each file
 _LONGEST = 4096  # bytes of a path: Linux's own limit
+# By the letter that `ls -l` shows first.
+_KINDS = {"-": "a file", "d": "a folder", "l": "a link", "p": "a FIFO", "s": "a socket"}
+_KINDS |= {"b": "a block device", "c": "a character device"}
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -54,21 +57,7 @@ def local(path: str) -> str | None:
 
 def kind_of(mode: int) -> str:
     """What a ``st_mode`` is of, for a person."""
-    for is_it, name in _KINDS:
-        if is_it(mode):
-            return name
-    return "no file"
-
-
-_KINDS = (
-    (stat.S_ISREG, "a file"),
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISLNK, "a link"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISBLK, "a block device"),
-    (stat.S_ISCHR, "a character device"),
-)
+    return _KINDS.get(stat.filemode(mode)[0], "no file")
 
 
 @lru_cache(maxsize=256)  # an index names one file a million times
@@ -158,9 +147,7 @@ def states(path: str) -> dict[str, FileState]:
     nothing.
     """
     if is_address(path):
-        if fsspec_store.is_web(path) or not is_dir(path):
-            return {}
-        return _states_listed(path)
+        return {} if fsspec_store.is_web(path) or not is_dir(path) else _states_listed(path)
     if not os.path.isdir(path):
         return {path: _state_of(os.stat(path))}
     with os.scandir(path) as entries:

@@ -50,13 +50,9 @@ class Files:
     """
 
     def __init__(
-        self,
-        *,
-        max_open: int | None = None,
-        sizes: Sizes | None = None,
-        crcs: KnownCrcs | None = None,
+        self, *, max_open: int | None = None, sizes: Sizes = Sizes(), crcs: KnownCrcs | None = None
     ) -> None:
-        self.sizes = Sizes() if sizes is None else sizes
+        self.sizes = sizes
         self.crcs = crcs
         # What an item of a store is like, as it was found when all of it was read.
         self.kinds: dict[tuple[str, int, int], Hashable] = {}

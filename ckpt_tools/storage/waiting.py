@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 PATIENCE = 30.0  # seconds, by default
 
 
-class Waiting:
+class _Waiting:
     """Asks stores again for ``patience`` seconds: one that is gone is one wait for all threads
     together.
 
@@ -46,8 +46,7 @@ class Waiting:
                     why = f"{error.strerror}, for {waited:.0f} seconds"
                     raise OSError(0, why, error.filename) from error
             else:
-                self._since = None
-                self._has_said = False
+                self._since, self._has_said = None, False
                 return answer
             end = time.monotonic() + pause * uniform(0.5, 1.0)  # noqa: S311 (not all at once)
             while time.monotonic() < end and not self.is_stopped:
@@ -67,7 +66,7 @@ class Waiting:
             return waited
 
 
-WAITING = Waiting()
+WAITING = _Waiting()
 
 
 def wait_for_stores(seconds: float) -> None:

@@ -159,7 +159,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(store: type[Stor
 
 
 def test_what_was_begun_is_read_if_it_is_of_the_version_that_was_seen(store: type[Store]) -> None:
-    bucket = object_store.Bucket("s3://b")
+    bucket = object_store.opened("s3://b", {})
     with ThreadPoolExecutor() as pool:
         for name, nbytes in (("whole", 100), ("short", 20), ("replaced", 100)):
             bucket.begin(f"s3://b/{name}", nbytes, pool)

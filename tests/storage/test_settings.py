@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
 import sys
+from base64 import urlsafe_b64decode
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +17,10 @@ from threading import Thread
 from typing import ClassVar
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.x509.oid import NameOID
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage import fsspec_store, object_store, paths
@@ -33,6 +40,7 @@ class Server(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     asked: ClassVar[list[tuple[str, str]]] = []
+    tls: ClassVar[ssl.SSLContext]
 
     def do_GET(self) -> None:
         if self.path.startswith("/federation/credentials"):
@@ -41,6 +49,18 @@ class Server(BaseHTTPRequestHandler):
             return
         self.asked.append((self.path, self.headers.get("Authorization", "")))
         self._answer(206, DATA.decode()[2:7])
+
+    def do_CONNECT(self) -> None:
+        """A proxy, and the server of that name behind it."""
+        self.send_response(200)
+        self.end_headers()
+        self.connection = self.tls.wrap_socket(self.connection, server_side=True)
+        self.rfile, self.wfile = self.connection.makefile("rb"), self.connection.makefile("wb", 0)
+        self.close_connection = False
+
+    def finish(self) -> None:
+        super().finish()
+        self.connection.close()  # the socket that the server knows has been given up for it
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -143,30 +163,78 @@ def test_single_sign_on(here: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "Credential=TEMPORARY/" in Server.asked[0][1]
 
 
-def test_a_service_account_of_google(
-    here: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
-    from cryptography.hazmat.primitives.asymmetric import rsa
+@pytest.fixture(scope="module")
+def key() -> rsa.RSAPrivateKey:
+    return rsa.generate_private_key(65537, 2048)
 
-    key = rsa.generate_private_key(65537, 2048).private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    account = {"type": "service_account", "client_email": "me", "private_key_id": "1"}
-    fake = {"gcs_base_url": here, "disable_oauth": True, "private_key": key.decode()}
-    (tmp_path / "account.json").write_text(json.dumps(account | fake))
-    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+
+def pem(key: rsa.RSAPrivateKey) -> str:
+    no_password = serialization.NoEncryption()
+    kinds = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    return key.private_bytes(*kinds, no_password).decode()
+
+
+def account(folder: Path, key: rsa.RSAPrivateKey, **more: str) -> str:
+    """The path of a service account's key file, as Google's console gives it."""
+    facts = {"type": "service_account", "client_email": "me@lab", "private_key_id": "1"}
+    (folder / "account.json").write_text(json.dumps({**facts, "private_key": pem(key), **more}))
+    return str(folder / "account.json")
+
+
+def issuer(authorization: str, key: rsa.RSAPrivateKey) -> object:
+    """Who has signed the token of a request, with this key and for Google's storage."""
+    kind, _, token = authorization.partition(" ")
+    signed, _, signature = token.rpartition(".")
+    head, claims = (json.loads(urlsafe_b64decode(f"{part}==")) for part in signed.split("."))
+    assert (kind, head["alg"]) == ("Bearer", "RS256")
+    assert claims["scope"] == "https://www.googleapis.com/auth/cloud-platform"
+    scheme = padding.PKCS1v15(), hashes.SHA256()
+    key.public_key().verify(urlsafe_b64decode(f"{signature}=="), signed.encode(), *scheme)
+    return claims["iss"]
+
+
+def test_a_service_account_of_google(
+    here: str, key: rsa.RSAPrivateKey, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its file may name another server, which is asked here."""
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", account(tmp_path, key, gcs_base_url=here))
     client = object_store._client(here)
     monkeypatch.setattr(object_store, "_client", lambda _: client)  # no http of Google's
-    assert request("gs://bucket/x")[0].startswith("/bucket/x")
+    path, authorization = request("gs://bucket/x")
+    assert path == "/bucket/x"
+    assert issuer(authorization, key) == "me@lab"
 
 
-def test_google_application_credentials_are_read(
+def test_google_application_credentials_through_a_proxy_with_an_authority_of_its_own(
+    here: str, key: rsa.RSAPrivateKey, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are always for Google's own server: a proxy stands here for it."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "storage.googleapis.com")])
+    made, now = (
+        x509.CertificateBuilder(subject_name=name, issuer_name=name),
+        datetime.now(timezone.utc),
+    )
+    made = made.public_key(key.public_key()).serial_number(x509.random_serial_number())
+    made = made.not_valid_before(now - timedelta(1)).not_valid_after(now + timedelta(1))
+    names = x509.SubjectAlternativeName([x509.DNSName("storage.googleapis.com")])
+    certificate = made.add_extension(names, critical=False).sign(key, hashes.SHA256())
+    authority = tmp_path / "authority.pem"
+    authority.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (tmp_path / "key.pem").write_text(pem(key))
+    as_google = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    as_google.load_cert_chain(authority, tmp_path / "key.pem")
+    monkeypatch.setattr(Server, "tls", as_google, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", here)
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", account(tmp_path, key))
+    path, authorization = request("gs://bucket/x")
+    assert path == "/bucket/x"
+    assert issuer(authorization, key) == "me@lab"
+
+
+def test_google_application_credentials_that_are_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What they say leads to Google's own servers: only a file that says nothing is tried here."""
     (tmp_path / "wrong.json").write_text("{}")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "wrong.json"))
     fsspec_store._protocol.cache_clear()

@@ -16,7 +16,6 @@ from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
     Grid,
-    GridChunks,
 )
 from ckpt_tools.core.text import are, some
 from ckpt_tools.errors import (
@@ -43,12 +42,8 @@ def problems_of(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Checkp
     """
     ends: dict[str, list[int]] = defaultdict(list)
     for entry in index.tensors:
-        if isinstance(entry.chunks, GridChunks):
-            for path, end in entry.chunks.ends():
-                ends[path].append(end)
-            continue
-        for data in (data for chunk in entry.chunks for data in (chunk.data, *chunk.replicas)):
-            ends[data.path].append(data.offset + data.length)
+        for path, end in entry.ends():
+            ends[path].append(end)
     for item in index.objects:
         ends[item.data.path].append(item.data.offset + item.data.length)
     problems: list[CheckpointError] = []

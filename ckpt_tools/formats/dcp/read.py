@@ -22,7 +22,6 @@ from ckpt_tools.core.index import (
     Chunk,
     FileEntry,
     Grid,
-    GridChunks,
     ObjectEntry,
     Path,
     Section,
@@ -236,7 +235,7 @@ class _StoredItems:
             paths, ranks = (place.path for place in places), (place.rank for place in places)
             grid = self._grids[key] = Grid(boxes, tuple(paths), tuple(ranks))
         starts, lengths = [info.offset for info in infos], [info.length for info in infos]
-        return GridChunks(grid, starts, lengths, self._place(key[1][0], transforms).codec)
+        return grid.chunks(starts, lengths, self._place(key[1][0], transforms).codec)
 
     def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
         place = self._place(info.relative_path, info.transforms)

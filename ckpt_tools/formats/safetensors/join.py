@@ -19,7 +19,7 @@ from typing import TypeAlias
 from ckpt_tools.core import names
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import Chunk, HeaderStrings, TensorEntry
+from ckpt_tools.core.index import Chunk, TensorEntry
 from ckpt_tools.core.text import rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.formats.numbered import Reading, absent, owners, two_saves
@@ -75,17 +75,16 @@ def join(
     return tensors, problems
 
 
-def strings_of(parts: Sequence[Header], tensors: Sequence[TensorEntry]) -> HeaderStrings | None:
-    """What the headers of all files say beside their tensors, None where that is nothing."""
+def strings_of(parts: Sequence[Header]) -> dict[str, str | None]:
+    """What the headers of all files say beside their tensors, by name: after all else, as None,
+    what is not the same in each.
+    """
     said = [
         {name: text for name, text in part.metadata.items() if name not in _KNOWN} for part in parts
     ]
     names = sorted(set[str]().union(*said))
-    if not names:
-        return None
-    same = {name: said[0].get(name, "") for name in names if len({s.get(name) for s in said}) == 1}
-    differing = tuple(name for name in names if name not in same)
-    return HeaderStrings(same, differing, {e.fqn: (e.dtype, e.shape) for e in tensors})
+    same = {name: said[0][name] for name in names if len({s.get(name) for s in said}) == 1}
+    return {**same, **{name: None for name in names if name not in same}}
 
 
 def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) -> list[_Held]:

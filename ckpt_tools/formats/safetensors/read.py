@@ -63,6 +63,7 @@ class _Reading(Reading):
 
     def result(self, *, world_size: int | None = None) -> CheckpointIndex:
         said = (said_by_header(part.path, part.metadata) for part in self.parts)
+        strings = parts_of.strings_of(self.parts)
         return CheckpointIndex(
             root=self.root,
             format=FORMAT,
@@ -71,7 +72,8 @@ class _Reading(Reading):
             world_size=world_size,
             notes=tuple(self.notes),
             problems=(*islice(filter(None, said), 1), *self.missing, *self.problems),
-            strings=parts_of.strings_of(self.parts, self.tensors),
+            strings=strings,
+            strings_for={e.fqn: (e.dtype, e.shape) for e in self.tensors} if strings else {},
         )
 
 

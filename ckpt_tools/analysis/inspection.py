@@ -27,14 +27,14 @@ _MAX_NAMED = 5
 _OF_STATEFUL = frozenset({"betas", "rho", "alpha", "lr_decay", "etas"})
 
 
-class _Optimizer(NamedTuple):
+class OptimizerSummary(NamedTuple):
     """Which optimizer it seems to be, and the names of the tensors that it keeps."""
 
     kind: str
     states: tuple[str, ...]
 
 
-class _Verdict(NamedTuple):
+class Verdict(NamedTuple):
     """A yes or a no, and why."""
 
     yes: bool
@@ -60,7 +60,7 @@ class Inspection:
 
     root: str
     format: str
-    resume: _Verdict
+    resume: Verdict
     step: Step | None
     saved: float | None
     framework: str | None
@@ -69,7 +69,7 @@ class Inspection:
     mesh: FoundMesh | None
     placements: tuple[tuple[str, int], ...]
     sections: Mapping[Section, Count]
-    optimizer: _Optimizer | None
+    optimizer: OptimizerSummary | None
     files: int
     nbytes: int
     missing: tuple[str, ...]
@@ -190,7 +190,7 @@ def inspect(
     )
 
 
-def optimizer_of(index: CheckpointIndex) -> _Optimizer | None:
+def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:
     """The optimizer, by the names of its state; None when there is no state."""
     entries: list[Entry] = [*index.tensors, *index.unread]
     names = set()
@@ -202,11 +202,11 @@ def optimizer_of(index: CheckpointIndex) -> _Optimizer | None:
         return None
     kind = kind_of(names)
     if kind is None:
-        return _Optimizer("unknown", tuple(sorted(names)[:_MAX_NAMED]))
-    return _Optimizer(kind, tuple(sorted(STATES_OF[kind] | (names & {"step"}))))
+        return OptimizerSummary("unknown", tuple(sorted(names)[:_MAX_NAMED]))
+    return OptimizerSummary(kind, tuple(sorted(STATES_OF[kind] | (names & {"step"}))))
 
 
-def resume_verdict(index: CheckpointIndex) -> _Verdict:
+def resume_verdict(index: CheckpointIndex) -> Verdict:
     """Whether training can resume from this checkpoint, as far as its entries show."""
     if index.problems:
         return _no(index.problems[0].first_line)
@@ -243,11 +243,11 @@ def resume_verdict(index: CheckpointIndex) -> _Verdict:
         reason += "; Megatron-core has the optimizer's param_groups in its common state"
     if unread:  # by this program; the job has the library that they are of
         reason += f"; {some([entry.fqn for entry in unread])} not read here: {unread[0].flaw}"
-    return _Verdict(yes=True, reason=reason.partition("\n")[0])
+    return Verdict(yes=True, reason=reason.partition("\n")[0])
 
 
-def _no(reason: str) -> _Verdict:
-    return _Verdict(yes=False, reason=reason)
+def _no(reason: str) -> Verdict:
+    return Verdict(yes=False, reason=reason)
 
 
 def html_of(index: CheckpointIndex, facts: str) -> str:

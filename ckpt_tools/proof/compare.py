@@ -43,7 +43,7 @@ Kind = Literal["missing", "extra", "dtype", "shape", "values", "object"]
 _Sections = Mapping[Section, Mapping[str, Entry]]
 
 
-class _Difference(NamedTuple):
+class Difference(NamedTuple):
     """What is not the same about a tensor; a ``missing`` one is only in the reference.
 
     ``found`` and ``expected`` are type and shape or, where values differ, digests. An ``object``
@@ -68,7 +68,7 @@ class Comparison:
     compared: tuple[Section, ...]
     extra: tuple[Section, ...]
     absent: tuple[Section, ...]
-    differences: tuple[_Difference, ...]
+    differences: tuple[Difference, ...]
     casts: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -165,11 +165,11 @@ def _compared(
 ) -> Comparison:
     """Compare the tensors of each section that the reference has."""
     mine = _sections(index)
-    differences: list[_Difference] = []
+    differences: list[Difference] = []
     for section, expected in reference.items():
         here = mine.get(section, {})
         differences += [
-            _Difference(section, one.name, _kind(one), one.a, one.b)
+            Difference(section, one.name, _kind(one), one.a, one.b)
             for one in sorted(compare_entries(here, expected, values, files, threads=threads))
             if one.status != "same"
         ]
@@ -196,7 +196,7 @@ def _kind(one: EntryDiff) -> Kind:
     return "dtype" if len(types) > 1 else "shape"
 
 
-def _objects(index: CheckpointIndex, reference: CheckpointIndex, files: Files) -> list[_Difference]:
+def _objects(index: CheckpointIndex, reference: CheckpointIndex, files: Files) -> list[Difference]:
     """The objects that differ, or are on one side only."""
     here, there = (
         formats.open_objects(one, files, largest=formats.SMALL_OBJECT) for one in (index, reference)
@@ -211,5 +211,5 @@ def _objects(index: CheckpointIndex, reference: CheckpointIndex, files: Files) -
         else:
             found, expected = (repr(entry.value)[:_SHOWN] for entry in sides if entry is not None)
         section = next(entry.section for entry in sides if entry is not None)
-        differences.append(_Difference(section, one.name, "object", found, expected))
+        differences.append(Difference(section, one.name, "object", found, expected))
     return differences

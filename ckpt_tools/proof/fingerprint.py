@@ -50,7 +50,7 @@ from ckpt_tools.storage.reader import Files
 SCHEMA = "ckpt-tools/fingerprint/1"
 
 
-class _TensorDigest(NamedTuple):
+class TensorDigest(NamedTuple):
     """One tensor's digest, under its raw name and its name inside its section."""
 
     fqn: str
@@ -64,7 +64,7 @@ class _TensorDigest(NamedTuple):
 class Fingerprint(Shown):
     """The digests of a checkpoint's tensors, sorted by raw name, and of its sections."""
 
-    tensors: tuple[_TensorDigest, ...]
+    tensors: tuple[TensorDigest, ...]
     sections: Mapping[Section, str]
 
     @property
@@ -125,11 +125,11 @@ def fingerprint(
     inside: dict[str, Inside] = {}
     tally = Tally(on_bytes)
 
-    def digest(entry: TensorEntry) -> _TensorDigest:
+    def digest(entry: TensorEntry) -> TensorDigest:
         value = digest_of(entry, files, on_bytes=tally.add)
-        return _TensorDigest(entry.fqn, inside[entry.fqn], entry.dtype.name, entry.shape, value)
+        return TensorDigest(entry.fqn, inside[entry.fqn], entry.dtype.name, entry.shape, value)
 
-    digests: list[_TensorDigest] = []
+    digests: list[TensorDigest] = []
     for located in located_batches(index, files):
         inside = inside or canonical_names(index, index.tensors)
         digests += in_threads(
@@ -154,7 +154,7 @@ def digest_of(
     return state.hexdigest()
 
 
-def of_tensors(digests: Iterable[_TensorDigest]) -> Fingerprint:
+def of_tensors(digests: Iterable[TensorDigest]) -> Fingerprint:
     """The fingerprint that these tensors have together."""
     tensors = tuple(sorted(digests, key=lambda tensor: tensor.fqn))
     sections: dict[Section, str] = {}
@@ -165,7 +165,7 @@ def of_tensors(digests: Iterable[_TensorDigest]) -> Fingerprint:
     return Fingerprint(tensors, sections)
 
 
-def section_digest(tensors: Iterable[_TensorDigest]) -> str:
+def section_digest(tensors: Iterable[TensorDigest]) -> str:
     """The SHA-256 over the lines of a section's tensors, as hexadecimal digits."""
     lines = (
         f"{one.inside.name}\0{one.dtype}\0{','.join(map(str, one.shape))}\0{one.sha256}\n"
@@ -223,7 +223,7 @@ def load(path: str) -> Fingerprint:
     if not isinstance(kept, dict):
         raise UnreadableError(f"{path}: its tensors cannot be read.")
     tensors = [_tensor(fqn, facts, path) for fqn, facts in sorted(kept.items())]
-    named: list[_TensorDigest] = []
+    named: list[TensorDigest] = []
     for section in SECTIONS:
         inside = [tensor for tensor in tensors if tensor.inside.section == section]
         if inside or section in sections:
@@ -231,7 +231,7 @@ def load(path: str) -> Fingerprint:
     return Fingerprint(tuple(sorted(named, key=lambda tensor: tensor.fqn)), sections)
 
 
-def _tensor(fqn: str, fields: object, path: str) -> _TensorDigest:
+def _tensor(fqn: str, fields: object, path: str) -> TensorDigest:
     facts: Mapping[str, object] = fields if isinstance(fields, dict) else {}
     digest, dtype, shape = facts.get("sha256"), facts.get("dtype"), facts.get("shape")
     section = next((name for name in SECTIONS if name == facts.get("section")), None)
@@ -243,10 +243,10 @@ def _tensor(fqn: str, fields: object, path: str) -> _TensorDigest:
         or not all(type(size) is int for size in shape)
     ):
         raise UnreadableError(f"{path}: its tensor {fqn!r} cannot be read.")
-    return _TensorDigest(fqn, Inside(section, fqn), dtype, tuple(shape), digest)
+    return TensorDigest(fqn, Inside(section, fqn), dtype, tuple(shape), digest)
 
 
-def _named(tensors: Sequence[_TensorDigest], digest: str | None, path: str) -> list[_TensorDigest]:
+def _named(tensors: Sequence[TensorDigest], digest: str | None, path: str) -> list[TensorDigest]:
     """The tensors of a section with their names inside it: those that give its digest.
 
     They are below the container that the words of frameworks say, or all below one as deep.

@@ -40,7 +40,7 @@ from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 
-class _DamagedTensor(NamedTuple):
+class DamagedTensor(NamedTuple):
     """A tensor that is not whole: which boxes are lost, and which ranks had saved them.
 
     ``lost`` is empty when all rows are there and something else is wrong, ``lost_elements`` says
@@ -55,7 +55,7 @@ class _DamagedTensor(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class _Rescue(NamedTuple):
+class Rescue(NamedTuple):
     """A box whose own bytes are not good, and the path of a replica that is."""
 
     fqn: str
@@ -87,11 +87,11 @@ class VerifyReport(Shown):
     unread: tuple[NotReadError, ...]
     notes: tuple[str, ...]
     tensors: int
-    damaged: tuple[_DamagedTensor, ...]
+    damaged: tuple[DamagedTensor, ...]
     objects: int
     damaged_objects: tuple[str, ...]
     lost: tuple[str, ...]
-    rescued: tuple[_Rescue, ...]
+    rescued: tuple[Rescue, ...]
     ranks: tuple[_RankState, ...]
     reading: ReadResult | None
     file_bytes: int
@@ -269,12 +269,12 @@ class _DamageMap:
         length = self._lengths.get(path, self._needed[path])
         return length is None or length < self._needed[path] or path in self._damaged_files
 
-    def damaged_tensors(self, named: Collection[str]) -> tuple[_DamagedTensor, ...]:
+    def damaged_tensors(self, named: Collection[str]) -> tuple[DamagedTensor, ...]:
         """The tensors that have lost rows, and those that are ``named`` by a problem."""
         tensors = (self._damage(entry) for entry in self._index.tensors)
         return tuple(one for one in tensors if one.lost or one.fqn in named)
 
-    def _damage(self, entry: TensorEntry) -> _DamagedTensor:
+    def _damage(self, entry: TensorEntry) -> DamagedTensor:
         good = {chunk.box for chunk in entry.chunks if self._good_place(chunk) is not None}
         bad = [chunk for chunk in entry.chunks if chunk.box.numel and chunk.box not in good]
         lost: list[Box] = []
@@ -287,7 +287,7 @@ class _DamageMap:
                 if any(box.intersect(hole) is not None for hole in lost):
                     ranks.add(rank)
         numel, savers = sum(box.numel for box in lost), tuple(sorted(ranks))
-        return _DamagedTensor(entry.fqn, entry.section, entry.shape, numel, tuple(lost), savers)
+        return DamagedTensor(entry.fqn, entry.section, entry.shape, numel, tuple(lost), savers)
 
     def _good_place(self, chunk: Chunk) -> ByteRange | None:
         """The first place of a chunk that is good, or None."""
@@ -301,14 +301,14 @@ class _DamageMap:
             if entry.fqn in named or not self.is_good(entry.data)
         )
 
-    def rescued(self) -> tuple[_Rescue, ...]:
+    def rescued(self) -> tuple[Rescue, ...]:
         """The boxes that only a replica still holds."""
-        rescues: list[_Rescue] = []
+        rescues: list[Rescue] = []
         for entry in self._index.tensors:
             for chunk in entry.chunks:
                 place = self._good_place(chunk) if chunk.replicas else None
                 if place is not None and place != chunk.data:
-                    rescues.append(_Rescue(entry.fqn, chunk.box, chunk.data.path, place.path))
+                    rescues.append(Rescue(entry.fqn, chunk.box, chunk.data.path, place.path))
         return tuple(rescues)
 
 

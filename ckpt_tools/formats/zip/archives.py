@@ -51,7 +51,7 @@ T = TypeVar("T")
 Block: TypeAlias = Callable[[int, int], tuple[bytes | bytearray, int]]
 
 
-class _Frame(NamedTuple):
+class Frame(NamedTuple):
     """The bytes before the record ``name``, and those after it, which begin at ``tail_at``.
 
     ``parts`` are what is equal of the tail, with their places in it. ``varying`` are start, end and
@@ -93,9 +93,9 @@ class KnownArchives(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, list[tuple[_Frame, T]]] = {}
+        self._known: dict[int, list[tuple[Frame, T]]] = {}
 
-    def find(self, length: int, block: Block) -> tuple[_Frame, T] | None:
+    def find(self, length: int, block: Block) -> tuple[Frame, T] | None:
         """The known archive that is like one of this length; its bytes are compared."""
         for frame, learned in self._known.get(length, ()):
             data, at = block(0, len(frame.head))
@@ -109,7 +109,7 @@ class KnownArchives(Generic[T]):
         """Whether one more archive of this length may be learned."""
         return len(self._known.get(length, ())) < _MOST_OF_ONE_LENGTH
 
-    def learn(self, archive: Archive, name: str, learned: T) -> _Frame | None:
+    def learn(self, archive: Archive, name: str, learned: T) -> Frame | None:
         """Remember an archive by all but this record: not when much stands around that, or that is
         damaged, or not as torch writes it.
         """
@@ -133,7 +133,7 @@ class KnownArchives(Generic[T]):
             at = end - tail_at
         parts.append((at, tail[at:]))
         places = tuple((start, end, sums[0]) for start, end, sums in varying)
-        frame = _Frame(name, head, tail_at, tuple(parts), places)
+        frame = Frame(name, head, tail_at, tuple(parts), places)
         self._known.setdefault(archive.length, []).append((frame, learned))
         return frame
 
@@ -228,11 +228,11 @@ class Archives:
         self._keep_kind(data, frame)
         return Checksummed(*stored, alike=others)
 
-    def _keep_kind(self, data: ByteRange, frame: _Frame | None) -> None:
+    def _keep_kind(self, data: ByteRange, frame: Frame | None) -> None:
         if frame is not None and is_address(data.path):
             self._files.kinds[data] = frame
 
-    def _learn(self, archive: Archive) -> _Frame | None:
+    def _learn(self, archive: Archive) -> Frame | None:
         """Remember an archive of one record of elements, when all others are as their CRCs say."""
         elements = [name for name in archive.names if name.startswith("data/")]
         if len(elements) != 1 or not self._good.has_room(archive.length):

@@ -26,7 +26,7 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     module_error,
     unknown_error,
 )
-from ckpt_tools.formats.pickle.dump import NotPicklableError, PickleWriter
+from ckpt_tools.formats.pickle.dump import NotPicklableError, PickleWriter, fill
 from ckpt_tools.formats.pickle.limits import (
     FREE_OPCODES,
     FREE_VALUES,
@@ -200,7 +200,7 @@ class _Settler:
             return Opaque(qualname)
         writer = PickleWriter(MAX_CLOSED_DEPTH)
         try:
-            data = writer.draft(value).filled(())
+            data = fill(writer.draft(value), ())
         except NotPicklableError as error:
             odd = error.value
             is_tensor = isinstance(odd, Opaque) and (odd.is_tensor or odd.qualname == _TENSOR)

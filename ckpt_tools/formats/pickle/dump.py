@@ -29,10 +29,10 @@ from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import ObjectEntry
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.pickle import numpy_scalars
+from ckpt_tools.formats.pickle.containers import node_of
 from ckpt_tools.formats.pickle.limits import MAX_INT_BITS
 from ckpt_tools.formats.pickle.nodes import Global, Instance, call, is_key
-from ckpt_tools.formats.pickle.stored import LAYOUTS, STORAGES
+from ckpt_tools.formats.pickle.stored import STORAGES
 
 
 class NotPicklableError(Exception):
@@ -67,8 +67,6 @@ def fill(draft: Draft, values: Sequence[int]) -> bytes:
 
 
 _BATCH = 1000  # how many items pickle puts between a MARK and a SETITEMS or APPENDS
-_DEVICE = "torch.device"
-_VERSION = "torch.torch_version.TorchVersion"
 _MEMO_CODES = frozenset({"BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"})
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
@@ -146,7 +144,7 @@ class PickleWriter:
 
     def _save(self, node: object) -> None:
         if isinstance(node, TorchValue):
-            node = _of_torch(node)
+            node = node_of(node)
         atom = _atom(node)
         if atom is not None:
             self.parts.append(atom)
@@ -254,25 +252,6 @@ class PickleWriter:
         self._memo[key] = place, node
         self.parts.append(opcode)
         self.parts.append(b"q%c" % place if place < 256 else b"r" + struct.pack("<I", place))
-
-
-def _of_torch(value: TorchValue) -> Global | Instance:
-    """How pickle says these values: a dtype by its name, others by a call of their class."""
-    if value in LAYOUTS:
-        return call(Global("torch.serialization._get_layout"), str(value))
-    made, _, inner = value.partition("(")
-    if made == "datetime.timedelta":
-        return call(Global("datetime.timedelta"), *map(int, inner[:-1].split(", ")))
-    if value.startswith(numpy_scalars.PREFIX):
-        code, data = numpy_scalars.code_and_bytes(value)
-        dtype = Instance(Global("numpy.dtype"), (f"<{code}", False, True), called=True)
-        return call(Global("numpy._core.multiarray.scalar"), dtype, data)
-    if made == _VERSION:
-        return Instance(Global(made), (inner.strip("')"),))
-    if not value.startswith(_DEVICE):
-        return Global(str(value))
-    kind, _, index = value.removeprefix(_DEVICE).strip("'()").partition(":")
-    return call(Global("torch.device"), *((kind, int(index)) if index else (kind,)))
 
 
 def _as_call(node: object) -> Instance:

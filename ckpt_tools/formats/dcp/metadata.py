@@ -17,8 +17,9 @@ from typing import NamedTuple, TypeGuard
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
-from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
 from ckpt_tools.formats.pickle.limits import MAX_NDIM, TextBound, is_word
+from ckpt_tools.formats.pickle.load import collector_paused, placed
+from ckpt_tools.formats.pickle.machine import Machine
 from ckpt_tools.formats.pickle.nodes import Columns, Function, Global, Instance, Repeated, shown
 from ckpt_tools.formats.pickle.replay import Repetition
 from ckpt_tools.formats.pickle.settle import as_name
@@ -239,7 +240,8 @@ def load_metadata(data: bytes, *, where: str, replay_from: int = _REPLAY_FROM) -
     """
     with placed(where), collector_paused():
         replay = Repetition(_SIZE).entries_after if len(data) >= replay_from else None
-        value, _ = interpret(data, resolve=_resolved, storage=_no_storage, replay=replay)
+        machine = Machine(data, resolve=_resolved, storage=_no_storage, replay=replay)
+        value, _ = machine.run()
         try:
             return _metadata(value, len(data))
         except AttributeError as error:

@@ -7,11 +7,14 @@ It knows what torch puts into a pickle, not what a checkpoint format means by it
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import gc
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import BinaryIO
 
 from ckpt_tools.core.plain_values import PlainValue, TorchValue
-from ckpt_tools.errors import UnsafePickleError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import (
     SHARDED_TENSOR_MODULES,
     is_harmless,
@@ -20,9 +23,8 @@ from ckpt_tools.formats.pickle.allowed_globals import (
 )
 from ckpt_tools.formats.pickle.containers import CONTAINER_FUNCTIONS
 from ckpt_tools.formats.pickle.facts import FactFinder
-from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
 from ckpt_tools.formats.pickle.limits import MAX_PICKLE
-from ckpt_tools.formats.pickle.machine import CutPickleError
+from ckpt_tools.formats.pickle.machine import CutPickleError, Machine
 from ckpt_tools.formats.pickle.nodes import Global, Opaque
 from ckpt_tools.formats.pickle.rebuild import (
     NAMING_FUNCTIONS,
@@ -35,6 +37,31 @@ from ckpt_tools.formats.pickle.stored import StoredStorage, is_dtype
 
 _REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
 _FIRST_READ = 64 * 1024
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Begin the message of every error with the name of the file."""
+    try:
+        yield
+    except CheckpointError as error:
+        link = " " if _VERB.match(error.message) else ": "
+        raise error.at(where, link) from error
+
+
+_VERB = re.compile("(asks|describes|does|gives|has|holds|is|lists|places|unfolds) ")
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the collector from looking through millions of new objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> object:
@@ -92,7 +119,7 @@ def _tensors(
 
     names = _Names(allow)
     try:
-        value, end = interpret(data, resolve=names, storage=storage)
+        value, end = Machine(data, resolve=names, storage=storage).run()
     except UnsafePickleError as error:
         _refuse_sharded_tensor(data)
         if b"torch.nn.modules." in data and b"_parameters" in data:  # more than is read
@@ -118,7 +145,8 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     names = _Names(None)
     with placed(where), collector_paused():
         try:
-            value, _ = interpret(data, resolve=names, storage=lambda _: Opaque("torch.Tensor"))
+            tensor = Opaque("torch.Tensor")
+            value, _ = Machine(data, resolve=names, storage=lambda _: tensor).run()
         except UnsafePickleError:
             _refuse_sharded_tensor(data)
             raise

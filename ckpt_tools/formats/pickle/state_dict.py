@@ -24,7 +24,6 @@ from ckpt_tools.core.state_tree import Branch, Key, Kind, Path, Tree
 from ckpt_tools.core.text import MAX_NAME
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.facts import FactFinder, type_name
-from ckpt_tools.formats.pickle.interpret import collector_paused
 from ckpt_tools.formats.pickle.limits import (
     FREE_NAMES,
     MAX_PLAIN,
@@ -32,6 +31,7 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_REPEATED,
     USUAL_NAME,
 )
+from ckpt_tools.formats.pickle.load import collector_paused
 from ckpt_tools.formats.pickle.nodes import is_key
 from ckpt_tools.formats.pickle.stored import Stored
 

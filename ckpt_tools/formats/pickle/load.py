@@ -22,7 +22,7 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     runner_error,
 )
 from ckpt_tools.formats.pickle.containers import CONTAINER_FUNCTIONS
-from ckpt_tools.formats.pickle.facts import FactFinder
+from ckpt_tools.formats.pickle.facts import facts_of
 from ckpt_tools.formats.pickle.limits import MAX_PICKLE
 from ckpt_tools.formats.pickle.machine import CutPickleError, Machine
 from ckpt_tools.formats.pickle.nodes import Global, Opaque
@@ -151,7 +151,7 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
             _refuse_sharded_tensor(data)
             raise
         made = settled(value, length=len(data), is_allowed=lambda _: False)
-    found = FactFinder().facts(made)
+    found = facts_of(made, {})
     if found.odd is None:
         return made  # type: ignore[return-value]  # looked through
     return Opaque(found.odd if "." in found.odd else f"builtins.{found.odd}")

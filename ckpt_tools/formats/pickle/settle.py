@@ -41,11 +41,11 @@ from ckpt_tools.formats.pickle.limits import (
 from ckpt_tools.formats.pickle.nodes import (
     ATOMS,
     NUMBERS,
-    Function,
     Global,
     Instance,
     Opaque,
     shown,
+    type_name,
 )
 from ckpt_tools.formats.pickle.stored import Stored, StoredPieces
 
@@ -138,7 +138,7 @@ class _Settler:
             return Opaque("builtins.str")
         if type(value) in ATOMS or isinstance(value, Stored | Opaque | Size | TorchValue):
             return value
-        return Opaque(value.qualname if isinstance(value, Function) else type(value).__name__)
+        return Opaque(type_name(value))
 
     def _container(self, value: object, depth: int) -> object:
         if isinstance(value, OrderedDict):

@@ -23,7 +23,7 @@ from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.state_tree import Branch, Key, Kind, Path, Tree
 from ckpt_tools.core.text import MAX_NAME
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.facts import FactFinder, type_name
+from ckpt_tools.formats.pickle.facts import Facts, facts_of
 from ckpt_tools.formats.pickle.limits import (
     FREE_NAMES,
     MAX_PLAIN,
@@ -32,7 +32,7 @@ from ckpt_tools.formats.pickle.limits import (
     USUAL_NAME,
 )
 from ckpt_tools.formats.pickle.load import collector_paused
-from ckpt_tools.formats.pickle.nodes import is_key
+from ckpt_tools.formats.pickle.nodes import is_key, type_name
 from ckpt_tools.formats.pickle.stored import Stored
 
 _FLAT = frozenset({"_flat_param", "flat_param"})
@@ -46,7 +46,7 @@ class TensorLeaf(NamedTuple):
     stored: Stored
 
 
-class ObjectLeaf(NamedTuple):
+class _ObjectLeaf(NamedTuple):
     """Something that is not a tensor: its value when it is plain, else the name of its type.
 
     ``flaw`` says why it cannot be used: it is a tensor of a kind that is not read, or of a class
@@ -79,7 +79,7 @@ class StateDict:
     """The leaves of one state dict, in the order of the nesting, and the tree of their names."""
 
     tensors: tuple[TensorLeaf, ...]
-    objects: tuple[ObjectLeaf, ...]
+    objects: tuple[_ObjectLeaf, ...]
     tree: Branch[str]
 
 
@@ -120,11 +120,11 @@ class _Flattening:
 
     def __init__(self, where: str) -> None:
         self.tensors: list[TensorLeaf] = []
-        self.objects: list[ObjectLeaf] = []
+        self.objects: list[_ObjectLeaf] = []
         self._where = where
         self._walked: set[int] = set()
         self._repeated = 0
-        self._finder = FactFinder()
+        self._known: dict[int, Facts] = {}
         self._opened: dict[int, tuple[PlainValue, str | None, CheckpointError | None]] = {}
         self._left = MAX_PLAIN_IN_ALL
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -151,7 +151,7 @@ class _Flattening:
                 for place, item in enumerate(value)
             )
             return Branch("tuple" if isinstance(value, tuple) else "list", None, items)
-        self.objects.append(ObjectLeaf(fqn, path, *self._leaf(value)))
+        self.objects.append(_ObjectLeaf(fqn, path, *self._leaf(value)))
         return fqn
 
     def _dict(self, value: dict[Key, object], fqn: str, path: Path) -> Branch[str]:
@@ -185,7 +185,7 @@ class _Flattening:
         unusable = next((key for key in value if type(key) is not str and not is_key(key)), None)
         if unusable is None:
             return True
-        if self._finder.facts(value).tensors:
+        if facts_of(value, self._known).tensors:
             raise UnsupportedError(
                 f"{self._where}: a dict of tensors has a key of type {type_name(unusable)}.",
                 hint="Save it again with names for keys.",
@@ -195,7 +195,7 @@ class _Flattening:
     def _leaf(self, value: object) -> tuple[PlainValue, str | None, CheckpointError | None]:
         """The value when it is plain, else None, the class of what is not, and its flaw."""
         if id(value) not in self._opened:
-            found, most = self._finder.facts(value), min(self._left, MAX_PLAIN)
+            found, most = facts_of(value, self._known), min(self._left, MAX_PLAIN)
             odd = type_name(value) if found.odd is None and found.parts > most else found.odd
             self._left -= min(found.parts, most)
             plain = value if odd is None else None
@@ -204,7 +204,7 @@ class _Flattening:
 
     def holds(self, value: list[object] | tuple[object, ...]) -> bool:
         """Whether a list has a tensor or a dict somewhere inside; whether a tuple has a tensor."""
-        found = self._finder.facts(value)
+        found = facts_of(value, self._known)
         return found.tensors or (found.dicts and isinstance(value, list))
 
     def _enter(self, value: Sized) -> None:
@@ -235,7 +235,7 @@ def _check_names(state: StateDict, where: str) -> None:
                 "torch.distributed.checkpoint.",
             )
     seen: dict[str, Path] = {}
-    leaves: list[TensorLeaf | ObjectLeaf] = [*state.tensors, *state.objects]
+    leaves: list[TensorLeaf | _ObjectLeaf] = [*state.tensors, *state.objects]
     for leaf in leaves:
         other = seen.setdefault(leaf.fqn, leaf.path)
         if other is not leaf.path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
@@ -106,6 +106,23 @@ def load_stream(
             return made
 
 
+def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
+    """The value of a pickled object when it is plain, else Opaque, which names its class.
+
+    Plain are None, bool, int, float, str, and lists, tuples and dicts of them; a PickledValue, too.
+
+    Raises UnsafePickleError when the pickle asks for what can run code, and UnsupportedError for
+    a ShardedTensor.
+    """
+    tensor = Opaque("torch.Tensor")
+    with placed(where), collector_paused():
+        made, _ = _value(data, _Names(None), lambda _: tensor)
+    found = facts_of(made, {})
+    if found.odd is None:
+        return made  # type: ignore[return-value]  # looked through
+    return Opaque(found.odd if "." in found.odd else f"builtins.{found.odd}")
+
+
 def _tensors(
     data: bytes, allow: Collection[str], storages: dict[str, StoredStorage]
 ) -> tuple[object, int]:
@@ -117,50 +134,33 @@ def _tensors(
             storages[stored.key] = stored
         return stored
 
-    names = _Names(allow)
+    made, end = _value(data, _Names(allow), storage)
+    if isinstance(made, Opaque) and made.flaw is not None:
+        raise made.flaw
+    return made, end
+
+
+def _value(data: bytes, names: _Names, storage: Callable[[object], object]) -> tuple[object, int]:
+    """The settled value of a pickle, and where that ends."""
     try:
         value, end = Machine(data, resolve=names, storage=storage).run()
     except UnsafePickleError as error:
-        _refuse_sharded_tensor(data)
+        if b"torch.distributed._shard.sharded_tensor" in data and b"ShardedTensor" in data:
+            raise _sharded_tensor_error() from error  # it says more than what it needs
         if b"torch.nn.modules." in data and b"_parameters" in data:  # more than is read
             error.advice = (
                 "It looks like a whole model, pickled with its code (torch.save(model)). If you "
                 "trust it, load it where its code is, and save model.state_dict() instead."
             )
         raise
-    made = settled(value, length=end, is_allowed=names.is_allowed, unknown=names.unknown)
-    if isinstance(made, Opaque) and made.flaw is not None:
-        raise made.flaw
-    return made, end
-
-
-def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
-    """The value of a pickled object when it is plain, else Opaque, which names its class.
-
-    Plain are None, bool, int, float, str, and lists, tuples and dicts of them; a PickledValue, too.
-
-    Raises UnsafePickleError when the pickle asks for what can run code, and UnsupportedError for
-    a ShardedTensor.
-    """
-    names = _Names(None)
-    with placed(where), collector_paused():
-        try:
-            tensor = Opaque("torch.Tensor")
-            value, _ = Machine(data, resolve=names, storage=lambda _: tensor).run()
-        except UnsafePickleError:
-            _refuse_sharded_tensor(data)
-            raise
-        made = settled(value, length=len(data), is_allowed=lambda _: False)
-    found = facts_of(made, {})
-    if found.odd is None:
-        return made  # type: ignore[return-value]  # looked through
-    return Opaque(found.odd if "." in found.odd else f"builtins.{found.odd}")
+    return settled(value, length=end, is_allowed=names.is_allowed, unknown=names.unknown), end
 
 
 class _Names:
     """What stands for the names that one pickle asks for.
 
-    ``allow`` is None where no tensor is read. ``unknown`` are names that nobody knows.
+    ``allow`` is None where no tensor is read, and what nobody knows stays closed. Elsewhere
+    ``unknown`` are its names.
     """
 
     def __init__(self, allow: Collection[str] | None) -> None:
@@ -182,9 +182,10 @@ class _Names:
             return TorchValue(name)
         if is_runner(name):
             raise runner_error(name)
-        if self._of_tensors is TENSOR_FUNCTIONS and name.startswith(_REBUILD):
+        reads_tensors = self._of_tensors is TENSOR_FUNCTIONS
+        if reads_tensors and name.startswith(_REBUILD):
             return refused_function(name)
-        if not is_harmless(name) and not self.is_allowed(name):
+        if reads_tensors and not is_harmless(name) and not self.is_allowed(name):
             self.unknown.add(name)
         return asked
 
@@ -201,9 +202,3 @@ def _sharded_tensor_error() -> UnsupportedError:
         hint="Save it again with a device_mesh given to FSDP (then it holds DTensors), with "
         "FULL_STATE_DICT, or with torch.distributed.checkpoint.",
     )
-
-
-def _refuse_sharded_tensor(data: bytes) -> None:
-    """Raise that the pickle holds a ShardedTensor, if it does: it says more than what it needs."""
-    if b"torch.distributed._shard.sharded_tensor" in data and b"ShardedTensor" in data:
-        raise _sharded_tensor_error()

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeGuard
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
-from ckpt_tools.formats.pickle.limits import MAX_NDIM, TextBound, is_word
+from ckpt_tools.formats.pickle.limits import MAX_NDIM, Bound, is_word, text_bound
 from ckpt_tools.formats.pickle.load import collector_paused, placed
 from ckpt_tools.formats.pickle.machine import Machine
 from ckpt_tools.formats.pickle.nodes import Columns, Function, Global, Instance, Repeated, shown
@@ -300,7 +300,7 @@ def _metadata(value: object, length: int) -> Metadata:
         tensors,
         objects=frozenset(objects),
         storage=_storage(fields.get("storage_data")),
-        planner_data=_planner_data(fields.get("planner_data"), TextBound(length)),
+        planner_data=_planner_data(fields.get("planner_data"), text_bound(length)),
         reshaped=reshaped if strangers & _OF_MEGATRON else None,
     )
 
@@ -392,7 +392,7 @@ def _storage(value: object) -> Storage:
     return storage
 
 
-def _planner_data(value: object, text: TextBound) -> dict[str, tuple[str | int, ...]] | None:
+def _planner_data(value: object, text: Bound) -> dict[str, tuple[str | int, ...]] | None:
     if type(value) is not dict:
         return None
     known: set[str] = set()

@@ -36,7 +36,8 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_KEY_BITS,
     VALUES_OF_PIECE,
     VALUES_PER_BYTE,
-    TextBound,
+    Bound,
+    text_bound,
 )
 from ckpt_tools.formats.pickle.nodes import (
     ATOMS,
@@ -80,11 +81,11 @@ class _Settler:
     def __init__(
         self, length: int, is_allowed: Callable[[str], bool], unknown: Collection[str]
     ) -> None:
-        # id → the settled container, its nodes and its text; None while it is being walked through.
+        # id → the settled container, its values and its text; None while it is walked through.
         self._done: dict[int, tuple[object, int, int] | None] = {}
-        self._nodes = 0
-        self._max_nodes = FREE_VALUES + VALUES_PER_BYTE * length  # one per byte, were none shared
-        self._text = TextBound(length)
+        # One value per byte, were none shared.
+        self._values = Bound(FREE_VALUES + VALUES_PER_BYTE * length, "values")
+        self._text = text_bound(length)
         # Closed values are pickled again: opcodes and bytes in all, and values of configs.
         self._closed: dict[int, _Closed] = {}
         self._is_allowed = is_allowed
@@ -97,7 +98,7 @@ class _Settler:
 
     def settle(self, value: object, depth: int) -> object:
         """The settled value."""
-        self._count(1)
+        self._values.take(1)
         if type(value) in NUMBERS:
             return value
         if type(value) not in _CONTAINERS:
@@ -105,24 +106,24 @@ class _Settler:
         if depth > MAX_DEPTH:
             raise UnreadableError(f"is nested more than {MAX_DEPTH} deep.")
         if isinstance(value, list | tuple) and NUMBERS.issuperset(map(type, value)):
-            self._count(len(value))
+            self._values.take(len(value))
             return value
         if id(value) in self._done:
             done = self._done[id(value)]
             if done is None:
                 raise UnreadableError("has a value that contains itself.")
-            made, nodes, text = done
-            self._count(nodes)
+            made, values, text = done
+            self._values.take(values)
             self._text.take(text)
             return made
         self._done[id(value)] = None
-        nodes, text = self._nodes, self._text.left
+        values, text = self._values.left, self._text.left
         try:
             made = self._container(value, depth + 1)
         except UnsupportedError as error:  # a key of its own; those of what is inside are caught
             hint = "Save it again with names for keys; -x leaves the entry out."
             made = Opaque("builtins.dict", flaw=UnsupportedError(error.message, hint=hint))
-        self._done[id(value)] = made, self._nodes - nodes, text - self._text.left
+        self._done[id(value)] = made, values - self._values.left, text - self._text.left
         return made
 
     def _leaf(self, value: object) -> object:
@@ -133,7 +134,7 @@ class _Settler:
                 self._closed[id(value)] = self._closed_value(value)
             return self._closed[id(value)]
         if isinstance(value, StoredPieces):
-            self._count(VALUES_OF_PIECE * len(value.sizes))
+            self._values.take(VALUES_OF_PIECE * len(value.sizes))
         if type(value) is str and not is_text(value):
             return Opaque("builtins.str")
         if type(value) in ATOMS or isinstance(value, Stored | Opaque | Size | TorchValue):
@@ -150,7 +151,7 @@ class _Settler:
         if isinstance(value, tuple):
             return tuple(self.settle(item, depth) for item in value)
         items = value if isinstance(value, set | frozenset) else ()
-        self._count(len(items))
+        self._values.take(len(items))
         for item in items:
             self._text.meet(item)
         return (
@@ -171,11 +172,6 @@ class _Settler:
             if type(part) is str:
                 as_name(part)
         return key
-
-    def _count(self, nodes: int) -> None:
-        self._nodes += nodes
-        if self._nodes > self._max_nodes:
-            raise UnreadableError(f"unfolds to more than {self._max_nodes:,} values.")
 
     def _closed_value(self, value: _Node) -> _Closed:
         """A value as its pickle, or as one that is not opened, and why it cannot be used; or a

@@ -159,8 +159,8 @@ def _value(data: bytes, names: _Names, storage: Callable[[object], object]) -> t
 class _Names:
     """What stands for the names that one pickle asks for.
 
-    ``allow`` is None where no tensor is read, and what nobody knows stays closed. Elsewhere
-    ``unknown`` are its names.
+    ``allow`` is None where no tensor is read: a value of a class that nobody knows stays closed
+    there. Where tensors are, ``unknown`` takes the names of such classes.
     """
 
     def __init__(self, allow: Collection[str] | None) -> None:

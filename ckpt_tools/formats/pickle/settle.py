@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import TypeAlias
 
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
@@ -208,10 +209,8 @@ class _Settler:
         unlisted = sorted(name for name in writer.names if not is_written(name))
         fields: PlainValue = None
         if isinstance(value, Instance) and is_config(qualname):
-            try:
+            with suppress(RecursionError):
                 fields = self._shown(value, 0)
-            except RecursionError:
-                fields = None
         is_allowed = all(map(self._is_allowed, unlisted))
         return PickledValue(qualname, data, tuple(unlisted), is_allowed, fields)
 

@@ -119,6 +119,7 @@ def assert_only_this_is_refused(index: CheckpointIndex, fqn: str, words: str) ->
         (Color.RED, r"Color, which is not on the list"),
         ([1, Own()], r"Own, which is not on the list"),
         ({Color.RED: 1}, "a dict with a .*Color as a key"),
+        ({W: 1}, "has a dict with a tensor as a key"),
         (Net(), r"whole module of class .*Net.*torch\.save\(model\)"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

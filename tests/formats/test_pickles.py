@@ -39,8 +39,8 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS, load_metadata
 from ckpt_tools.formats.pickle.containers import CONTAINER_FUNCTIONS
-from ckpt_tools.formats.pickle.interpret import interpret
 from ckpt_tools.formats.pickle.load import load_plain, load_stream, load_tensors
+from ckpt_tools.formats.pickle.machine import Machine
 from ckpt_tools.formats.pickle.nodes import Instance, Opaque
 from ckpt_tools.formats.pickle.rebuild import TENSOR_CLASSES, TENSOR_FUNCTIONS
 from ckpt_tools.formats.pickle.stored import (
@@ -497,7 +497,7 @@ class Foreign:
 def test_nothing_is_called_that_is_not_of_ours(foreign: object, opcodes: bytes) -> None:
     """Whatever a table of names gave by mistake."""
     with pytest.raises(UnreadableError, match="is damaged"):
-        interpret(END + name("a.b") + opcodes + b".", resolve=lambda _: foreign, storage=repr)
+        Machine(END + name("a.b") + opcodes + b".", resolve=lambda _: foreign, storage=repr).run()
 
 
 @pytest.mark.parametrize("qualname", NAMES)

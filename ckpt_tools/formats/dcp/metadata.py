@@ -18,8 +18,9 @@ from typing import NamedTuple, TypeGuard
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
-from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
-from ckpt_tools.formats.pickle.limits import MAX_NDIM, TextBound, is_word
+from ckpt_tools.formats.pickle.limits import MAX_NDIM, Bound, is_word, text_bound
+from ckpt_tools.formats.pickle.load import collector_paused, placed
+from ckpt_tools.formats.pickle.machine import Machine
 from ckpt_tools.formats.pickle.nodes import Columns, Function, Global, Instance, Repeated, shown
 from ckpt_tools.formats.pickle.replay import Repetition
 from ckpt_tools.formats.pickle.settle import as_name
@@ -252,7 +253,8 @@ def load_metadata(data: bytes, *, where: str, replay_from: int = _REPLAY_FROM) -
     """
     with placed(where), collector_paused():
         replay = Repetition(_SIZE).entries_after if len(data) >= replay_from else None
-        value, _ = interpret(data, resolve=_resolved, storage=_no_storage, replay=replay)
+        machine = Machine(data, resolve=_resolved, storage=_no_storage, replay=replay)
+        value, _ = machine.run()
         try:
             return _metadata(value, len(data))
         except AttributeError as error:
@@ -311,7 +313,7 @@ def _metadata(value: object, length: int) -> Metadata:
         tensors,
         objects=frozenset(objects),
         storage=_storage(fields.get("storage_data")),
-        planner_data=_planner_data(fields.get("planner_data"), TextBound(length)),
+        planner_data=_planner_data(fields.get("planner_data"), text_bound(length)),
         reshaped=reshaped if strangers & _OF_MEGATRON else None,
     )
 
@@ -403,7 +405,7 @@ def _storage(value: object) -> Storage:
     return storage
 
 
-def _planner_data(value: object, text: TextBound) -> dict[str, tuple[str | int, ...]] | None:
+def _planner_data(value: object, text: Bound) -> dict[str, tuple[str | int, ...]] | None:
     if type(value) is not dict:
         return None
     known: set[str] = set()

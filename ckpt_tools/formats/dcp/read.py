@@ -44,7 +44,7 @@ from ckpt_tools.formats.dcp.metadata import Metadata, Storage, StorageInfo, load
 from ckpt_tools.formats.dcp.objects import open_containers
 from ckpt_tools.formats.dcp.per_rank import RANK_METADATA
 from ckpt_tools.formats.foreign import lfs_pointer, sniff
-from ckpt_tools.formats.pickle.interpret import collector_paused
+from ckpt_tools.formats.pickle.load import collector_paused
 from ckpt_tools.formats.pickle.stored import StoredTensor
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.storage import paths

@@ -13,12 +13,47 @@ from collections.abc import Collection
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.rebuild import TENSOR_CLASSES
+from ckpt_tools.formats.pickle.stored import is_dtype
 
 SHARDED_TENSOR_MODULES = ("torch.distributed._shard.", "torch.distributed._sharded_tensor.")
 
+# fmt: off
+# Configs, of which it is shown what they hold; and what else may be written into other pickles, as
+# it holds data and does nothing else.
+_CONFIG_CLASSES = frozenset({
+    "argparse.Namespace", "lightning.fabric.utilities.data.AttributeDict",
+    "lightning.pytorch.utilities.parsing.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+    "pytorch_lightning.utilities.parsing.AttributeDict", "types.SimpleNamespace",
+})
+_SCALARS = "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
+_PATHS = "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"
+_WRITTEN = {
+    "__builtin__": "complex frozenset set", "_codecs": "encode", "_io": "BytesIO",
+    "builtins": "NoneType bool bytearray bytes complex dict float frozenset int list object range "
+    "set slice str tuple",
+    "collections": "Counter OrderedDict defaultdict deque", "copyreg": "__newobj__",
+    "datetime": "date datetime time timedelta timezone", "decimal": "Decimal",
+    "fractions": "Fraction", "pathlib": _PATHS, "random": "Random", "uuid": "SafeUUID UUID",
+    "typing": "Any Dict List Optional Tuple Union",
+    "numpy": f"{_SCALARS} dtype ndarray", "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy._core.numeric": "_frombuffer", "numpy.random._mt19937": "MT19937",
+    "numpy.random._pcg64": "PCG64 PCG64DXSM", "numpy.random._philox": "Philox",
+    "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
+    "numpy.random._sfc64": "SFC64",
+    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
+    "omegaconf.base": "ContainerMetadata Metadata", "omegaconf.dictconfig": "DictConfig",
+    "omegaconf.listconfig": "ListConfig",
+    "omegaconf.nodes": "AnyNode BooleanNode BytesNode EnumNode FloatNode IntegerNode PathNode "
+    "StringNode",
+    "torch": "Size device", "torch.serialization": "_get_layout",
+}
+_WRITTEN_NAMES = _CONFIG_CLASSES | {
+    f"{module}.{name}" for module, names in _WRITTEN.items() for name in names.split()
+}
+
 # Data of Python and numpy, and the constants of torch, that training states are full of. They are
 # never opened. A module stands for every name in it.
-# fmt: off
 _OPAQUE_MODULES = frozenset({
     "argparse", "array", "collections", "datetime", "decimal", "enum", "fractions", "ipaddress",
     "numpy", "numpy._core.multiarray", "numpy._core.numeric", "numpy.dtypes", "numpy.random",
@@ -27,17 +62,15 @@ _OPAQUE_MODULES = frozenset({
     "numpy.random.bit_generator", "numpy.random.mtrand", "omegaconf.base", "omegaconf.dictconfig",
     "omegaconf.listconfig", "omegaconf.nodes", "pathlib", "random", "re", "uuid", "zoneinfo",
 })
-_OPAQUE_NAMES = frozenset({
-    "_codecs.encode", "_io.BytesIO", "copyreg.__newobj__", "copyreg.__newobj_ex__",
-    "torch.Generator", "torch._C.Generator", "torch._C._distributed_c10d.RedOpType",
-    "torch._C._distributed_c10d.ReduceOp", "torch._dynamo.decorators._DimRange", "torch.device",
-    "torch.serialization._get_layout", "torch.torch_version.TorchVersion",
-    "torch.utils._get_qscheme", "types.SimpleNamespace", "typing.Any", "typing.Dict", "typing.List",
-    "typing.Optional", "typing.Tuple", "typing.Union",
+_OPAQUE_NAMES = _WRITTEN_NAMES | {
+    "copyreg.__newobj_ex__", "torch.Generator", "torch._C.Generator",
+    "torch._C._distributed_c10d.RedOpType", "torch._C._distributed_c10d.ReduceOp",
+    "torch._dynamo.decorators._DimRange", "torch.torch_version.TorchVersion",
+    "torch.utils._get_qscheme",
     # Enums of modules that are refused otherwise.
     "http.HTTPMethod", "http.HTTPStatus", "inspect._ParameterKind", "signal.Handlers",
     "signal.Signals", "socket.AddressFamily", "socket.SocketKind",
-})
+}
 _TORCH_CONSTANTS = frozenset({
     "channels_last", "channels_last_3d", "contiguous_format", "preserve_format", "strided",
     "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged",
@@ -71,13 +104,6 @@ _RUNNERS = frozenset({
     "tempfile", "threading", "timeit", "trace", "types", "urllib", "urllib2", "venv", "weakref",
     "webbrowser", "xmlrpc", "zipapp", "zipfile", "zipimport",
 })
-# Of them it is shown what they hold.
-CONFIG_CLASSES = frozenset({
-    "argparse.Namespace", "lightning.fabric.utilities.data.AttributeDict",
-    "lightning.pytorch.utilities.parsing.AttributeDict",
-    "lightning_fabric.utilities.data.AttributeDict",
-    "pytorch_lightning.utilities.parsing.AttributeDict", "types.SimpleNamespace",
-})
 _OMEGACONF = ("omegaconf.dictconfig.", "omegaconf.listconfig.", "omegaconf.nodes.")
 _NUMPY_RUNNERS = ("numpy.testing", "numpy.load", "numpy.f2py", "numpy.distutils")
 _TORCH_RUNNERS = (
@@ -92,7 +118,12 @@ _MAX_NAMED = 20
 
 def is_config(name: str) -> bool:
     """Whether a global is the class of a config."""
-    return name in CONFIG_CLASSES or name.startswith(_OMEGACONF)
+    return name in _CONFIG_CLASSES or name.startswith(_OMEGACONF)
+
+
+def is_written(name: str) -> bool:
+    """Whether a global may be asked for by the pickles that are written."""
+    return name in _WRITTEN_NAMES or is_dtype(name)
 
 
 def is_harmless(name: str) -> bool:
@@ -100,23 +131,20 @@ def is_harmless(name: str) -> bool:
     module, _, last = name.rpartition(".")
     if module == "builtins":
         return last in _BUILTIN_TYPES
-    if (
-        name in TENSOR_CLASSES
-        or is_config(name)
-        or (module == "torch" and last in _TORCH_CONSTANTS)
-    ):
+    if module == "torch" and last in _TORCH_CONSTANTS:
         return True
-    return name in _OPAQUE_NAMES or (module in _OPAQUE_MODULES and not is_runner(name))
+    if module in _OPAQUE_MODULES and not name.startswith(_NUMPY_RUNNERS):
+        return True
+    return name in _OPAQUE_NAMES | TENSOR_CLASSES or is_config(name)
 
 
 def is_runner(name: str) -> bool:
     """Whether a global is known to run code or reach the system; it can never be allowed."""
-    module, _, last = name.rpartition(".")
-    if name in _OPAQUE_NAMES | TENSOR_CLASSES or is_config(name) or module in _OPAQUE_MODULES:
-        return name.startswith(_NUMPY_RUNNERS)
-    if module == "builtins":
-        return last not in _BUILTIN_TYPES
-    return name.partition(".")[0] in _RUNNERS or name.startswith(_TORCH_RUNNERS + _NUMPY_RUNNERS)
+    if is_harmless(name):
+        return False
+    if name.rpartition(".")[0] == "builtins" or name.partition(".")[0] in _RUNNERS:
+        return True
+    return name.startswith(_TORCH_RUNNERS + _NUMPY_RUNNERS)
 
 
 def runner_error(name: str) -> UnsafePickleError:

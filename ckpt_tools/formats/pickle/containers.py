@@ -1,14 +1,20 @@
-"""How the containers of Python, and small values of it, of torch and of NumPy, are made."""
+"""How the containers of Python, and small values of it, of torch and of NumPy, are made.
+
+A small value is the text that makes it, and `node_of` says it as a pickle does. Hyper-parameters
+and metrics often are ``numpy.float64``, which is no float to a pickle. The text
+``numpy.float64(0.1)`` is exact: a scalar whose text would not give its bytes again has none, and
+stays a node.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 
 from ckpt_tools.core.plain_values import Size, TorchValue
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import runner_error
 from ckpt_tools.formats.pickle.limits import is_word
 from ckpt_tools.formats.pickle.nodes import ATOMS, Function, Global, Instance, Opaque, call, shown
@@ -19,7 +25,16 @@ from ckpt_tools.formats.pickle.stored import (
 
 _SCALAR = Global("numpy._core.multiarray.scalar")
 _RECONSTRUCT, _ARRAY = Global("numpy._core.multiarray._reconstruct"), Global("numpy.ndarray")
+_LAYOUT = Global("torch.serialization._get_layout")
 _FROM_BUFFER, _DTYPE = Global("numpy._core.numeric._frombuffer"), Global("numpy.dtype")
+# The types of scalars: their codes in a pickle, and the formats of their bytes.
+# fmt: off
+_SCALARS = {
+    "bool": ("b1", "<?"), "float16": ("f2", "<e"), "float32": ("f4", "<f"), "float64": ("f8", "<d"),
+    "int8": ("i1", "<b"), "int16": ("i2", "<h"), "int32": ("i4", "<i"), "int64": ("i8", "<q"),
+    "uint8": ("u1", "<B"), "uint16": ("u2", "<H"), "uint32": ("u4", "<I"), "uint64": ("u8", "<Q"),
+}
+# fmt: on
 _LITTLE_ENDIAN: tuple[object, ...] = (
     (3, "<", None, None, None, -1, -1, 0),
     (3, "|", None, None, None, -1, -1, 0),
@@ -125,8 +140,21 @@ def _scalar(args: tuple[object, ...]) -> object:
     """``(dtype, bytes)``: a scalar of NumPy, such as a float64 among hyper-parameters."""
     dtype, data = args if len(args) == 2 else (None, None)
     code = _type_code(dtype)
-    made = numpy_scalars.text_of(code, data) if isinstance(data, bytes) else None
-    return call(_SCALAR, *args) if made is None else TorchValue(made)
+    name, form = next(((n, form) for n, (c, form) in _SCALARS.items() if c == code), ("", ""))
+    if name and isinstance(data, bytes) and len(data) == struct.calcsize(form):
+        text = f"numpy.{name}({struct.unpack(form, data)[0]!r})"
+        if _code_and_bytes(text)[1] == data:  # unlike of a NaN with bits of its own
+            return TorchValue(text)
+    return call(_SCALAR, *args)
+
+
+def _code_and_bytes(text: str) -> tuple[str, bytes]:
+    """Of ``numpy.float64(0.1)``: ``f8``, and the bytes of the number."""
+    name, _, value = text.removeprefix("numpy.").rstrip(")").partition("(")
+    code, form = _SCALARS[name]
+    if code == "b1":
+        return code, struct.pack(form, value == "True")
+    return code, struct.pack(form, float(value) if code.startswith("f") else int(value))
 
 
 def _type_code(dtype: object) -> str:
@@ -148,6 +176,25 @@ def _layout(args: tuple[object, ...]) -> object:
     """The text of a layout, such as ``torch.strided``."""
     known = len(args) == 1 and type(args[0]) is str and args[0] in LAYOUTS
     return TorchValue(args[0]) if known else Opaque("torch.layout")
+
+
+def node_of(value: TorchValue) -> Global | Instance:
+    """How a pickle says such a value: a dtype by its name, others by a call of their class."""
+    if value in LAYOUTS:
+        return call(_LAYOUT, str(value))
+    made, _, inner = value.partition("(")
+    if made == "datetime.timedelta":
+        return call(Global(made), *map(int, inner[:-1].split(", ")))
+    if made.startswith("numpy."):
+        code, data = _code_and_bytes(value)
+        dtype = Instance(_DTYPE, (f"<{code}", False, True), called=True)
+        return call(_SCALAR, dtype, data)
+    if made == "torch.torch_version.TorchVersion":
+        return Instance(Global(made), (inner.strip("')"),))
+    if made == "torch.device":
+        kind, _, index = inner.strip("')").partition(":")
+        return call(Global(made), *((kind, int(index)) if index else (kind,)))
+    return Global(str(value))
 
 
 CONTAINER_FUNCTIONS: Mapping[str, Function] = {

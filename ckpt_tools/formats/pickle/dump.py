@@ -1,6 +1,6 @@
 """Writes the pickles that torch.save would write, without torch and without its classes.
 
-It takes plain Python values, and `Global`, `Instance`, `Persistent` for what a pickle says about
+It takes plain Python values, and `Global`, `Instance`, `_Persistent` for what a pickle says about
 classes (`nodes`). Protocol 2, with the same opcodes in the same order as `pickle.Pickler`, so that
 a tensor's pickle is the same bytes. Equal strings are memoized as one; pickle itself would do so
 only for the same object.
@@ -18,21 +18,21 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from math import prod
 from pickle import encode_long
 from pickletools import genops
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import ObjectEntry
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.pickle import numpy_scalars
+from ckpt_tools.formats.pickle.containers import node_of
 from ckpt_tools.formats.pickle.limits import MAX_INT_BITS
 from ckpt_tools.formats.pickle.nodes import Global, Instance, call, is_key
-from ckpt_tools.formats.pickle.stored import LAYOUTS, STORAGES
+from ckpt_tools.formats.pickle.stored import STORAGES
 
 
 class NotPicklableError(Exception):
@@ -44,7 +44,7 @@ class NotPicklableError(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Persistent:
+class _Persistent:
     """Something outside of the pickle: in torch.save, a storage."""
 
     value: object
@@ -57,21 +57,16 @@ class Blank:
     number: int
 
 
-class Draft(NamedTuple):
-    """A pickle with blanks: ``parts[0]``, value ``blanks[0]``, ``parts[1]``… to the last part."""
+# The bytes of a pickle, with the number of a blank where a value is missing.
+Draft: TypeAlias = "tuple[bytes | int, ...]"
 
-    parts: tuple[bytes, ...]
-    blanks: tuple[int, ...]
 
-    def filled(self, values: Sequence[int]) -> bytes:
-        """The pickle with these integers in its blanks."""
-        codes = [encode_int(values[number]) for number in self.blanks]
-        return b"".join(chain.from_iterable(zip_longest(self.parts, codes, fillvalue=b"")))
+def fill(draft: Draft, values: Sequence[int]) -> bytes:
+    """The pickle with these integers in its blanks."""
+    return b"".join(part if isinstance(part, bytes) else encode_int(values[part]) for part in draft)
 
 
 _BATCH = 1000  # how many items pickle puts between a MARK and a SETITEMS or APPENDS
-_DEVICE = "torch.device"
-_VERSION = "torch.torch_version.TorchVersion"
 _MEMO_CODES = frozenset({"BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"})
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
@@ -88,7 +83,7 @@ def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str =
     name = STORAGES.get(dtype.name)
     cls = _UNTYPED if name is None else Global(f"torch.{name}")
     units = numel * dtype.itemsize if name is None else numel
-    storage = Persistent(("storage", cls, str(key), location, units))
+    storage = _Persistent(("storage", cls, str(key), location, units))
     # torch gives an empty tensor the strides of one whose empty dimensions have size 1.
     strides = row_major_strides([max(1, size) for size in shape])
     sizes = (*shape,)  # a tuple of its own: the same one twice would be memoized, torch's are not
@@ -114,12 +109,7 @@ def object_node(entry: ObjectEntry) -> PlainValue:
 
 def dumps(node: object) -> bytes:
     """The pickle of a node without blanks, protocol 2. Raises NotPicklableError."""
-    return draft(node).filled(())
-
-
-def draft(node: object) -> Draft:
-    """The pickle of a node, protocol 2, to be filled with what its blanks stand for."""
-    return PickleWriter().draft(node)
+    return fill(PickleWriter().draft(node), ())
 
 
 _Key: TypeAlias = "int | str | Global"
@@ -128,14 +118,14 @@ _Key: TypeAlias = "int | str | Global"
 class PickleWriter:
     """Writes one pickle, of what is ``deepest`` in one another at most.
 
-    ``parts`` are its opcodes.
+    ``parts`` are its opcodes, those after its last blank.
     """
 
-    __slots__ = ("_blanks", "_depth", "_memo", "_memoized", "parts")
+    __slots__ = ("_before", "_depth", "_memo", "_memoized", "parts")
 
     def __init__(self, deepest: int = sys.maxsize) -> None:
         self.parts: list[bytes] = [b"\x80\x02"]
-        self._blanks: list[tuple[int, int]] = []  # how many parts lie before it, and its number
+        self._before: list[bytes | int] = []  # up to the last blank
         # What was written before: its number, and itself, so that its id stays taken.
         self._memo: dict[_Key, tuple[int, object]] = {}
         self._memoized = 0
@@ -147,23 +137,21 @@ class PickleWriter:
         return {key.name for key in self._memo if isinstance(key, Global)}
 
     def draft(self, node: object) -> Draft:
-        """The pickle of a node. Raises NotPicklableError."""
+        """The pickle of a node, protocol 2. Raises NotPicklableError."""
         self._save(node)
         self.parts.append(b".")
-        ends = [*(place for place, _ in self._blanks), len(self.parts)]
-        starts = [0, *ends]
-        parts = tuple(b"".join(self.parts[a:b]) for a, b in zip(starts, ends, strict=False))
-        return Draft(parts, tuple(number for _, number in self._blanks))
+        return (*self._before, b"".join(self.parts))
 
     def _save(self, node: object) -> None:
         if isinstance(node, TorchValue):
-            node = _of_torch(node)
+            node = node_of(node)
         atom = _atom(node)
         if atom is not None:
             self.parts.append(atom)
             return
         if isinstance(node, Blank):
-            self._blanks.append((len(self.parts), node.number))
+            self._before += b"".join(self.parts), node.number
+            self.parts = []
             return
         key = node if isinstance(node, (str, Global)) else id(node)
         if key in self._memo:
@@ -186,7 +174,7 @@ class PickleWriter:
             self._put(f"c{module}\n{last}\n".encode(), key, node)
         elif type(node) is tuple or isinstance(node, list | dict):
             self._save_container(node, key)
-        elif isinstance(node, Persistent):
+        elif isinstance(node, _Persistent):
             self._save(node.value)
             self.parts.append(b"Q")
         elif isinstance(node, PickledValue):
@@ -264,25 +252,6 @@ class PickleWriter:
         self._memo[key] = place, node
         self.parts.append(opcode)
         self.parts.append(b"q%c" % place if place < 256 else b"r" + struct.pack("<I", place))
-
-
-def _of_torch(value: TorchValue) -> Global | Instance:
-    """How pickle says these values: a dtype by its name, others by a call of their class."""
-    if value in LAYOUTS:
-        return call(Global("torch.serialization._get_layout"), str(value))
-    made, _, inner = value.partition("(")
-    if made == "datetime.timedelta":
-        return call(Global("datetime.timedelta"), *map(int, inner[:-1].split(", ")))
-    if value.startswith(numpy_scalars.PREFIX):
-        code, data = numpy_scalars.code_and_bytes(value)
-        dtype = Instance(Global("numpy.dtype"), (f"<{code}", False, True), called=True)
-        return call(Global("numpy._core.multiarray.scalar"), dtype, data)
-    if made == _VERSION:
-        return Instance(Global(made), (inner.strip("')"),))
-    if not value.startswith(_DEVICE):
-        return Global(str(value))
-    kind, _, index = value.removeprefix(_DEVICE).strip("'()").partition(":")
-    return call(Global("torch.device"), *((kind, int(index)) if index else (kind,)))
 
 
 def _as_call(node: object) -> Instance:

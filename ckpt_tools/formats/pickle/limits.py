@@ -68,22 +68,28 @@ _FREE_TEXT = 64_000_000
 _TEXT_PER_BYTE = 4
 
 
-class TextBound:
-    """The text, in characters or bytes, that may still be met in a pickle of ``length`` bytes."""
+class Bound:
+    """How much of something may still be met in a walk; ``what`` names it in the error."""
 
-    def __init__(self, length: int) -> None:
-        self._most = self.left = _FREE_TEXT + _TEXT_PER_BYTE * length
+    def __init__(self, most: int, what: str) -> None:
+        self._most = self.left = most
+        self._what = what
+
+    def take(self, size: int) -> None:
+        """Count so much. Raises UnreadableError when it is too much."""
+        self.left -= size
+        if self.left < 0:
+            raise UnreadableError(f"unfolds to more than {self._most:,} {self._what}.")
 
     def meet(self, value: object) -> None:
-        """Count what is met, when it is a text. Raises UnreadableError when it is too much."""
+        """Count a value when it is a text. Raises UnreadableError when that is too much."""
         if isinstance(value, str | bytes | bytearray):
             self.take(len(value))
 
-    def take(self, size: int) -> None:
-        """Count so much text at once. Raises UnreadableError when it is too much."""
-        self.left -= size
-        if self.left < 0:
-            raise UnreadableError(f"unfolds to more than {self._most:,} bytes of text.")
+
+def text_bound(length: int) -> Bound:
+    """The text, in characters or bytes, of a pickle of ``length`` bytes."""
+    return Bound(_FREE_TEXT + _TEXT_PER_BYTE * length, "bytes of text")
 
 
 def is_word(value: object) -> TypeGuard[str]:

@@ -7,11 +7,14 @@ It knows what torch puts into a pickle, not what a checkpoint format means by it
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import gc
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import BinaryIO
 
 from ckpt_tools.core.plain_values import PlainValue, TorchValue
-from ckpt_tools.errors import UnsafePickleError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import (
     SHARDED_TENSOR_MODULES,
     is_harmless,
@@ -19,10 +22,9 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     runner_error,
 )
 from ckpt_tools.formats.pickle.containers import CONTAINER_FUNCTIONS
-from ckpt_tools.formats.pickle.facts import FactFinder
-from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
+from ckpt_tools.formats.pickle.facts import facts_of
 from ckpt_tools.formats.pickle.limits import MAX_PICKLE
-from ckpt_tools.formats.pickle.machine import CutPickleError
+from ckpt_tools.formats.pickle.machine import CutPickleError, Machine
 from ckpt_tools.formats.pickle.nodes import Global, Opaque
 from ckpt_tools.formats.pickle.rebuild import (
     NAMING_FUNCTIONS,
@@ -35,6 +37,31 @@ from ckpt_tools.formats.pickle.stored import StoredStorage, is_dtype
 
 _REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
 _FIRST_READ = 64 * 1024
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Begin the message of every error with the name of the file."""
+    try:
+        yield
+    except CheckpointError as error:
+        link = " " if _VERB.match(error.message) else ": "
+        raise error.at(where, link) from error
+
+
+_VERB = re.compile("(asks|describes|does|gives|has|holds|is|lists|places|unfolds) ")
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the collector from looking through millions of new objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> object:
@@ -79,6 +106,23 @@ def load_stream(
             return made
 
 
+def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
+    """The value of a pickled object when it is plain, else Opaque, which names its class.
+
+    Plain are None, bool, int, float, str, and lists, tuples and dicts of them; a PickledValue, too.
+
+    Raises UnsafePickleError when the pickle asks for what can run code, and UnsupportedError for
+    a ShardedTensor.
+    """
+    tensor = Opaque("torch.Tensor")
+    with placed(where), collector_paused():
+        made, _ = _value(data, _Names(None), lambda _: tensor)
+    found = facts_of(made, {})
+    if found.odd is None:
+        return made  # type: ignore[return-value]  # looked through
+    return Opaque(found.odd if "." in found.odd else f"builtins.{found.odd}")
+
+
 def _tensors(
     data: bytes, allow: Collection[str], storages: dict[str, StoredStorage]
 ) -> tuple[object, int]:
@@ -90,49 +134,33 @@ def _tensors(
             storages[stored.key] = stored
         return stored
 
-    names = _Names(allow)
+    made, end = _value(data, _Names(allow), storage)
+    if isinstance(made, Opaque) and made.flaw is not None:
+        raise made.flaw
+    return made, end
+
+
+def _value(data: bytes, names: _Names, storage: Callable[[object], object]) -> tuple[object, int]:
+    """The settled value of a pickle, and where that ends."""
     try:
-        value, end = interpret(data, resolve=names, storage=storage)
+        value, end = Machine(data, resolve=names, storage=storage).run()
     except UnsafePickleError as error:
-        _refuse_sharded_tensor(data)
+        if b"torch.distributed._shard.sharded_tensor" in data and b"ShardedTensor" in data:
+            raise _sharded_tensor_error() from error  # it says more than what it needs
         if b"torch.nn.modules." in data and b"_parameters" in data:  # more than is read
             error.advice = (
                 "It looks like a whole model, pickled with its code (torch.save(model)). If you "
                 "trust it, load it where its code is, and save model.state_dict() instead."
             )
         raise
-    made = settled(value, length=end, is_allowed=names.is_allowed, unknown=names.unknown)
-    if isinstance(made, Opaque) and made.flaw is not None:
-        raise made.flaw
-    return made, end
-
-
-def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
-    """The value of a pickled object when it is plain, else Opaque, which names its class.
-
-    Plain are None, bool, int, float, str, and lists, tuples and dicts of them; a PickledValue, too.
-
-    Raises UnsafePickleError when the pickle asks for what can run code, and UnsupportedError for
-    a ShardedTensor.
-    """
-    names = _Names(None)
-    with placed(where), collector_paused():
-        try:
-            value, _ = interpret(data, resolve=names, storage=lambda _: Opaque("torch.Tensor"))
-        except UnsafePickleError:
-            _refuse_sharded_tensor(data)
-            raise
-        made = settled(value, length=len(data), is_allowed=lambda _: False)
-    found = FactFinder().facts(made)
-    if found.odd is None:
-        return made  # type: ignore[return-value]  # looked through
-    return Opaque(found.odd if "." in found.odd else f"builtins.{found.odd}")
+    return settled(value, length=end, is_allowed=names.is_allowed, unknown=names.unknown), end
 
 
 class _Names:
     """What stands for the names that one pickle asks for.
 
-    ``allow`` is None where no tensor is read. ``unknown`` are names that nobody knows.
+    ``allow`` is None where no tensor is read: a value of a class that nobody knows stays closed
+    there. Where tensors are, ``unknown`` takes the names of such classes.
     """
 
     def __init__(self, allow: Collection[str] | None) -> None:
@@ -154,9 +182,10 @@ class _Names:
             return TorchValue(name)
         if is_runner(name):
             raise runner_error(name)
-        if self._of_tensors is TENSOR_FUNCTIONS and name.startswith(_REBUILD):
+        reads_tensors = self._of_tensors is TENSOR_FUNCTIONS
+        if reads_tensors and name.startswith(_REBUILD):
             return refused_function(name)
-        if not is_harmless(name) and not self.is_allowed(name):
+        if reads_tensors and not is_harmless(name) and not self.is_allowed(name):
             self.unknown.add(name)
         return asked
 
@@ -173,9 +202,3 @@ def _sharded_tensor_error() -> UnsupportedError:
         hint="Save it again with a device_mesh given to FSDP (then it holds DTensors), with "
         "FULL_STATE_DICT, or with torch.distributed.checkpoint.",
     )
-
-
-def _refuse_sharded_tensor(data: bytes) -> None:
-    """Raise that the pickle holds a ShardedTensor, if it does: it says more than what it needs."""
-    if b"torch.distributed._shard.sharded_tensor" in data and b"ShardedTensor" in data:
-        raise _sharded_tensor_error()

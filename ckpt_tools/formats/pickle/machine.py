@@ -25,11 +25,12 @@ no number, is longer than its bytes.
 
 from __future__ import annotations
 
+import _compat_pickle
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from ckpt_tools.errors import UnreadableError, printable
+from ckpt_tools.errors import UnreadableError, UnsafePickleError, printable
 from ckpt_tools.formats.pickle.limits import (
     BYTES_PER_OBJECT,
     FREE_ITEMS,
@@ -39,8 +40,10 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_HEAVY_KEYS,
     MAX_LONG,
     MAX_MARKS,
+    MAX_NAMES,
     MAX_SHOWN,
     OBJECTS_OF_CALL,
+    is_word,
 )
 from ckpt_tools.formats.pickle.nodes import (
     LIGHT_KEYS,
@@ -53,6 +56,8 @@ from ckpt_tools.formats.pickle.nodes import (
 )
 
 _NEWEST_PROTOCOL = 5
+# Modules by the names that the oldest NumPy and Python load, too.
+_MOVED = {"numpy.core.": "numpy._core.", "pathlib._local": "pathlib"}
 # What Python raises for texts, numbers and keys that are none, and our functions for odd arguments.
 _DAMAGE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
@@ -78,7 +83,10 @@ class _Gaps(dict[int, object]):
 
 
 class Machine:
-    """Stack and memo of one pickle. Of the stack, ``items`` is what lies above the last mark.
+    """Stack and memo of the pickle at the start of the data, which `run` gives the value of.
+
+    ``resolve`` gives what stands for a global, ``storage`` what stands for a persistent id. Of the
+    stack, ``items`` is what lies above the last mark.
 
     After an object was filled, ``replay`` pushes what the next entries make, as far as they are
     alike, and gives where the first one begins that is unlike. It keeps ``entry``: what follows a
@@ -89,17 +97,19 @@ class Machine:
     def __init__(
         self,
         data: bytes,
-        named: Callable[[str, str], object],
-        stored: Callable[[object], object],
-        replay: Replay | None,
+        *,
+        resolve: Callable[[Global], object],
+        storage: Callable[[object], object],
+        replay: Replay | None = None,
     ) -> None:
         self.data = data
         self.items: list[object] = []
         self.memo: list[object] | _Gaps = []  # by number; without gaps as `pickle` writes it
         self.entry = (0, 0, 0)
-        self.named = named
-        self.stored = stored
+        self.storage = storage
         self.replay = replay
+        self._resolve = resolve
+        self._named: dict[tuple[str, str], object] = {}
         self._below: list[tuple[list[object], tuple[int, int, int]]] = []
         self._most_objects = self.objects_left = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
         self._heavy_keys = 0
@@ -110,7 +120,7 @@ class Machine:
         """The value of the pickle, and where it ends.
 
         Raises CutPickleError when the data ends first, UnreadableError for a pickle that is damaged
-        or hostile, and what its functions raise.
+        or hostile, and what `resolve`, `storage` and the functions of the table raise.
         """
         at, code, data, steps = 0, 0, self.data, _STEPS
         try:
@@ -166,6 +176,27 @@ class Machine:
         return UnreadableError(
             f"is hostile: more than {self._most_objects:,} objects in {len(self.data):,} bytes."
         )
+
+    def named(self, module: str, name: str) -> object:
+        """What stands for a global, by the names that Python 3 has for it.
+
+        Protocol 2 has those of Python 2, also when Python 3 writes it: ``__builtin__.xrange`` is
+        ``builtins.range``. Python itself reads with these tables.
+        """
+        asked = module, name
+        if asked not in self._named:
+            if not is_word(module) or not is_word(name):
+                raise UnsafePickleError("asks for a class with a name of more than 255 characters.")
+            if len(self._named) == MAX_NAMES:
+                raise UnreadableError(f"asks for more than {MAX_NAMES:,} classes.")
+            module, name = _compat_pickle.NAME_MAPPING.get(asked, asked)
+            module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+            for old, new in _MOVED.items():
+                if module.startswith(old):
+                    module = new + module[len(old) :]
+            full = Global(printable(f"{module}.{name}"), nested="." in name)
+            self._named[asked] = self._resolve(full)
+        return self._named[asked]
 
     def called(self, function: object, args: object) -> object:
         """What a function of the table makes of arguments: all that is ever called."""
@@ -426,7 +457,7 @@ def _build(machine: Machine, at: int) -> int | None:
 
 
 def _storage(machine: Machine, _: int) -> None:
-    machine.items[-1] = machine.stored(machine.items[-1])
+    machine.items[-1] = machine.storage(machine.items[-1])
 
 
 def _memoize(machine: Machine, _: int) -> None:

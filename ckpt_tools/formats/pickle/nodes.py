@@ -174,4 +174,9 @@ def shown(value: object) -> str:
         return ascii(value[:80])
     if isinstance(value, TorchValue):
         return f"a {value[:80]}"
-    return f"a {getattr(value, 'qualname', type(value).__name__)}"
+    return f"a {type_name(value)}"
+
+
+def type_name(value: object) -> str:
+    """The class of a value; of what is not opened, the class that it names."""
+    return str(getattr(value, "qualname", type(value).__name__))

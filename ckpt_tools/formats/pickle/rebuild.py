@@ -7,7 +7,7 @@ opaque value with a flaw: it is one entry's trouble, and the rest of the file is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import NotReadError, UnreadableError, UnsupportedError
@@ -189,14 +189,11 @@ def _with_attributes(tensor: StoredTensor, state: object) -> StoredTensor | Stor
     if type(state) is not dict or not all(name in state for name in _PIECES):
         return tensor
     shape = as_counts(state["global_shape"], "the global shape of a tensor")
-    pieces = [_list(state[name]) for name in _PIECES[1:]]
+    pieces = [state[name] for name in _PIECES[1:]]
+    for piece in pieces:
+        if not isinstance(piece, tuple | list):
+            raise UnreadableError(f"a CheckpointableTensor with {shown(piece)} in place of a list.")
     return StoredPieces(tensor, shape, *pieces) if shape or tensor.shape else tensor
-
-
-def _list(value: object) -> Sequence[object]:
-    if not isinstance(value, tuple | list):
-        raise UnreadableError(f"a CheckpointableTensor with {shown(value)} in place of a list.")
-    return value
 
 
 _PIECES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")

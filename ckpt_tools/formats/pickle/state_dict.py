@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, ObjectEntry, Section
@@ -23,8 +23,7 @@ from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.state_tree import Branch, Key, Kind, Path, Tree
 from ckpt_tools.core.text import MAX_NAME
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.facts import FactFinder, type_name
-from ckpt_tools.formats.pickle.interpret import collector_paused
+from ckpt_tools.formats.pickle.facts import Facts, facts_of
 from ckpt_tools.formats.pickle.limits import (
     FREE_NAMES,
     MAX_PLAIN,
@@ -32,8 +31,11 @@ from ckpt_tools.formats.pickle.limits import (
     MAX_REPEATED,
     USUAL_NAME,
 )
-from ckpt_tools.formats.pickle.nodes import is_key
+from ckpt_tools.formats.pickle.load import collector_paused
+from ckpt_tools.formats.pickle.nodes import is_key, type_name
 from ckpt_tools.formats.pickle.stored import Stored
+
+_Container: TypeAlias = dict[Key, object] | list[object] | tuple[object, ...]
 
 _FLAT = frozenset({"_flat_param", "flat_param"})
 
@@ -46,7 +48,7 @@ class TensorLeaf(NamedTuple):
     stored: Stored
 
 
-class ObjectLeaf(NamedTuple):
+class _ObjectLeaf(NamedTuple):
     """Something that is not a tensor: its value when it is plain, else the name of its type.
 
     ``flaw`` says why it cannot be used: it is a tensor of a kind that is not read, or of a class
@@ -79,7 +81,7 @@ class StateDict:
     """The leaves of one state dict, in the order of the nesting, and the tree of their names."""
 
     tensors: tuple[TensorLeaf, ...]
-    objects: tuple[ObjectLeaf, ...]
+    objects: tuple[_ObjectLeaf, ...]
     tree: Branch[str]
 
 
@@ -90,16 +92,11 @@ def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDic
     ``under`` are keys of dicts to put it into. Raises UnreadableError for a value that is repeated
     too often, and UnsupportedError for two leaves of one name or for the flat parameters of FSDP1.
     """
-    if isinstance(value, dict):
-        is_container = all(map(is_key, value))
-    else:
-        is_container = isinstance(value, list | tuple) and _Flattening(where).holds(value)
-    top = value if is_container else {"value": value}
+    walk = _Flattening(where)
+    top: _Container = value if walk.is_container(value) else {"value": value}
     for part in reversed(under):
         top = {part: top}
-    state = flatten_at(top, where=where, fqn="", path=())
-    if state is None:
-        raise TypeError("the outermost value is a container")  # made so above
+    state = walk.state(top, "", ())
     _check_names(state, where)
     return state
 
@@ -109,10 +106,7 @@ def flatten_at(value: object, *, where: str, fqn: str, path: Path) -> StateDict 
     there; None for a value that is a leaf itself.
     """
     walk = _Flattening(where)
-    tree = walk.tree(value, fqn, path)
-    if not isinstance(tree, Branch):
-        return None
-    return StateDict(tuple(walk.tensors), tuple(walk.objects), tree)
+    return walk.state(value, fqn, path) if walk.is_container(value) else None
 
 
 class _Flattening:
@@ -120,49 +114,58 @@ class _Flattening:
 
     def __init__(self, where: str) -> None:
         self.tensors: list[TensorLeaf] = []
-        self.objects: list[ObjectLeaf] = []
+        self.objects: list[_ObjectLeaf] = []
         self._where = where
         self._walked: set[int] = set()
         self._repeated = 0
-        self._finder = FactFinder()
+        self._known: dict[int, Facts] = {}
         self._opened: dict[int, tuple[PlainValue, str | None, CheckpointError | None]] = {}
         self._left = MAX_PLAIN_IN_ALL
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._name_text = FREE_NAMES
 
-    def tree(self, value: object, fqn: str, path: Path) -> Tree[str]:
-        """The tree of a value, whose leaves go to ``tensors`` and ``objects``.
+    def state(self, value: _Container, fqn: str, path: Path) -> StateDict:
+        """All that is in a container."""
+        tree = self._branch(value, fqn, path)
+        return StateDict(tuple(self.tensors), tuple(self.objects), tree)
 
-        It calls itself, once for each container inside of another.
+    def is_container(self, value: object) -> TypeGuard[_Container]:
+        """Whether a value is walked, and no leaf: a list with a tensor or a dict somewhere inside,
+        a tuple with a tensor, a dict whose keys can be parts of a path.
         """
+        if isinstance(value, dict):
+            return self._has_parts(value)
+        if not isinstance(value, list | tuple):
+            return False
+        found = facts_of(value, self._known)
+        return found.tensors or (found.dicts and isinstance(value, list))
+
+    def _tree(self, value: object, fqn: str, path: Path) -> Tree[str]:
+        """The tree of a value, whose leaves go to ``tensors`` and ``objects``."""
         self._name_text += USUAL_NAME - len(fqn)
         if self._name_text < 0 or len(fqn) > MAX_NAME:
             raise UnreadableError(f"{self._where} has names of {len(fqn):,} bytes in containers.")
         if isinstance(value, Stored):
             self.tensors.append(TensorLeaf(fqn, path, value))
             return fqn
-        if isinstance(value, dict) and self._has_parts(value):
-            return self._dict(value, fqn, path)
-        if isinstance(value, list | tuple) and self.holds(value):
-            self._enter(value)
-            above = f"{fqn}." if path else ""
-            items = tuple(
-                self.tree(item, f"{above}{place}", (*path, place))
-                for place, item in enumerate(value)
-            )
-            return Branch("tuple" if isinstance(value, tuple) else "list", None, items)
-        self.objects.append(ObjectLeaf(fqn, path, *self._leaf(value)))
+        if self.is_container(value):
+            return self._branch(value, fqn, path)
+        self.objects.append(_ObjectLeaf(fqn, path, *self._leaf(value)))
         return fqn
 
-    def _dict(self, value: dict[Key, object], fqn: str, path: Path) -> Branch[str]:
+    def _branch(self, value: _Container, fqn: str, path: Path) -> Branch[str]:
+        """The tree of a container, of those that are in it first."""
         self._enter(value)
         above = f"{fqn}." if path else ""
+        if not isinstance(value, dict):
+            trees = (self._tree(item, f"{above}{at}", (*path, at)) for at, item in enumerate(value))
+            return Branch("tuple" if isinstance(value, tuple) else "list", None, tuple(trees))
         items = []
         texts = set()
         for key, item in value.items():
             text = key if type(key) is str else str(key)
             texts.add(text)
-            items.append(self.tree(item, f"{above}{text}", (*path, text)))
+            items.append(self._tree(item, f"{above}{text}", (*path, text)))
         if len(texts) < len(value):
             raise self._same_text(value, fqn)
         keys = tuple(value)
@@ -180,12 +183,12 @@ class _Flattening:
             hint="Save again with keys whose texts differ.",
         )
 
-    def _has_parts(self, value: dict[object, object]) -> TypeGuard[dict[Key, object]]:
+    def _has_parts(self, value: dict[object, object]) -> bool:
         """Whether the keys of a dict can be parts of a path; one that cannot is one value."""
         unusable = next((key for key in value if type(key) is not str and not is_key(key)), None)
         if unusable is None:
             return True
-        if self._finder.facts(value).tensors:
+        if facts_of(value, self._known).tensors:
             raise UnsupportedError(
                 f"{self._where}: a dict of tensors has a key of type {type_name(unusable)}.",
                 hint="Save it again with names for keys.",
@@ -195,17 +198,12 @@ class _Flattening:
     def _leaf(self, value: object) -> tuple[PlainValue, str | None, CheckpointError | None]:
         """The value when it is plain, else None, the class of what is not, and its flaw."""
         if id(value) not in self._opened:
-            found, most = self._finder.facts(value), min(self._left, MAX_PLAIN)
+            found, most = facts_of(value, self._known), min(self._left, MAX_PLAIN)
             odd = type_name(value) if found.odd is None and found.parts > most else found.odd
             self._left -= min(found.parts, most)
             plain = value if odd is None else None
             self._opened[id(value)] = plain, odd, found.flaw  # type: ignore[assignment]  # looked through
         return self._opened[id(value)]
-
-    def holds(self, value: list[object] | tuple[object, ...]) -> bool:
-        """Whether a list has a tensor or a dict somewhere inside; whether a tuple has a tensor."""
-        found = self._finder.facts(value)
-        return found.tensors or (found.dicts and isinstance(value, list))
 
     def _enter(self, value: Sized) -> None:
         """Take note of a container, and refuse one that is walked too often."""
@@ -235,7 +233,7 @@ def _check_names(state: StateDict, where: str) -> None:
                 "torch.distributed.checkpoint.",
             )
     seen: dict[str, Path] = {}
-    leaves: list[TensorLeaf | ObjectLeaf] = [*state.tensors, *state.objects]
+    leaves: list[TensorLeaf | _ObjectLeaf] = [*state.tensors, *state.objects]
     for leaf in leaves:
         other = seen.setdefault(leaf.fqn, leaf.path)
         if other is not leaf.path:

@@ -1,7 +1,7 @@
 """What a pickle of tensors says, without torch: tensors, DTensors and meshes, as plain records.
 
 Nothing here holds a value of a tensor. It knows torch's own layouts, none of the checkpoint formats
-around them.
+around them. Errors name a record by its ``qualname``.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ class StoredStorage(NamedTuple):
     dtype: str | None
     numel: int
 
+    @property
+    def qualname(self) -> str:
+        """What errors call it."""
+        return "storage"
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -63,6 +68,8 @@ class StoredTensor:
 
     ``sign`` says that the values are the negated or conjugated elements.
     """
+
+    qualname = "tensor"
 
     storage: StoredStorage
     dtype: str
@@ -141,6 +148,8 @@ class StoredDTensor:
     last, where the file says so.
     """
 
+    qualname = "DTensor"
+
     local: StoredTensor
     shape: tuple[int, ...]
     dtype: str
@@ -156,6 +165,8 @@ class StoredPieces:
     Piece i is ``sizes[i]`` elements from ``local_offsets[i]`` of ``local`` on, and belongs at
     ``global_offsets[i]`` of the whole. They are as the pickle has them, checked when they are used.
     """
+
+    qualname = "CheckpointableTensor"
 
     local: StoredTensor
     shape: tuple[int, ...]

@@ -31,7 +31,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.pickle import shared_storage as ties
-from ckpt_tools.formats.pickle.interpret import collector_paused
+from ckpt_tools.formats.pickle.load import collector_paused
 from ckpt_tools.formats.pickle.state_dict import StateDict, flatten
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.rank_files import checks, file_names, numbered

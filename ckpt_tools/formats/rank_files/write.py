@@ -38,7 +38,8 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.pickle.dump import (
     Blank,
     Draft,
-    draft,
+    PickleWriter,
+    fill,
     object_node,
     tensor_node,
 )
@@ -164,7 +165,7 @@ class _Planner:
             self._contents[sizes] = self._new(sizes)
         contents = self._contents[sizes]
         values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
-        return contents.pickle.filled(values), contents.storages
+        return fill(contents.pickle, values), contents.storages
 
     def plan(self, path: str, *, rank: int) -> FilePlan:
         """The file of one rank."""
@@ -182,7 +183,7 @@ class _Planner:
         def node(leaf: Target | ObjectEntry) -> object:
             return shards.add(leaf, next(local)) if isinstance(leaf, Target) else object_node(leaf)
 
-        pickle = draft(nested(self._tree, node))
+        pickle = PickleWriter().draft(nested(self._tree, node))
         return _Contents(pickle, tuple(shards.storages), tuple(shards.meshes))
 
 

@@ -5,7 +5,8 @@ Here are the options that choose among several, and what a shell completes names
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
@@ -44,6 +45,7 @@ from ckpt_tools.storage.reader import Files
 _CHOSEN = "ckpt_tools.chosen"  # a run, and the checkpoint in it, and how it is read
 # A shell lists what it is offered; nobody reads more than this.
 _MOST_OFFERED = 2_000
+_MOST_NEAR = 3  # patterns that near names are looked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,37 +144,45 @@ def name_newest(error: CkptError) -> None:
 
 
 def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
-    """The entries that the filters choose. Raises AnswerNo, with names that are near, for none."""
-    (one,) = choose_each([index], chosen)
-    return one
+    """The entries that the filters choose, and a note on an -x that matches nothing.
 
-
-def choose_each(
-    indexes: Sequence[CheckpointIndex], chosen: Filters, *, also: Collection[str] = ()
-) -> list[CheckpointIndex]:
-    """The same of each of several, which ``also`` may have names that are in none of them."""
-    found = [_chosen(index, chosen) for index in indexes]
-    say_idle(chosen, indexes, also=also)
+    Raises AnswerNo, with names that are near, when they choose none.
+    """
+    found = chosen_in(index, chosen)
+    say_idle(chosen, [index])
     return found
 
 
+def idle(texts: Iterable[str], held: Iterable[str]) -> list[str]:
+    """The patterns that match none of these names."""
+    waiting = {text: selector([text], []) for text in texts}
+    for name in held if waiting else ():
+        for text in [text for text, is_it in waiting.items() if is_it(name)]:
+            del waiting[text]
+    return list(waiting)
+
+
+def names_of(index: CheckpointIndex) -> Iterator[str]:
+    """What an -x may match: all names, and those of what is lost."""
+    return chain((entry.fqn for entry in index.entries), index.lost)
+
+
 def say_idle(
-    patterns: NamePatterns, indexes: Sequence[CheckpointIndex], *, also: Collection[str] = ()
+    patterns: NamePatterns, indexes: Sequence[CheckpointIndex], *, also: Iterable[str] = ()
 ) -> None:
     """Say which patterns of -x match no name in any of these, and what is near."""
-    for text in patterns.exclude:
-        is_it = selector([text], [])
-        held = chain(also, *([*(e.fqn for e in one.entries), *one.lost] for one in indexes))
-        if any(map(is_it, held)):
-            continue
-        bare = text.removeprefix("re:").strip("*")
-        near = dict.fromkeys(name for index in indexes for name in near_names(index, bare))
-        roots = " and ".join(dict.fromkeys(index.root for index in indexes))
+    left = idle(patterns.exclude if indexes else (), chain(also, *map(names_of, indexes)))
+    where = " and ".join(dict.fromkeys(index.root for index in indexes))
+    for place, text in enumerate(left):
+        bare = re.sub(r"re:|[*^$\\]|\.(?=[*+])", "", text)
+        some_of = indexes if place < _MOST_NEAR else ()  # it takes time where there are many names
+        near = dict.fromkeys(name for index in some_of for name in near_names(index, bare))
         hint = f"Did you mean {some([*near])}?" if near else "`ckpt-tools ls` lists the names."
-        say(f"Note: -x '{text}' matches nothing in {roots}. {hint}")
+        say(f"Note: -x '{text}' matches nothing in {where}. {hint}")
 
 
-def _chosen(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
+def chosen_in(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
+    """The entries that the filters choose. Raises AnswerNo, with names that are near, for none."""
     if chosen.wants_all:
         return index
     try:

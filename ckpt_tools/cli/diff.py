@@ -91,7 +91,11 @@ def command(asked: _Asked) -> None:
     wanted, reading, header_only = asked.wanted, asked.reading, asked.header_only
     if header_only and (wanted.ignore_dtypes or not wanted.is_bitwise):
         raise UsageError("--header-only compares no values, so tolerances mean nothing.")
-    a, b = choosing.choose_each([reading.read(asked.a), reading.read(asked.b)], asked.filters)
+    whole = reading.read(asked.a)
+    a = choosing.chosen_in(whole, asked.filters)
+    other = reading.read(asked.b)
+    b = choosing.chosen_in(other, asked.filters)
+    choosing.say_idle(asked.filters, [whole, other])
     if fitting(a, b, wanted) != wanted:
         say("No tensor's name is on both sides: compared without containers (--clean-names).")
     if header_only:

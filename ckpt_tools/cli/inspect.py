@@ -9,6 +9,7 @@ import click
 
 from ckpt_tools.cli import choosing, options, render, report, run_list
 from ckpt_tools.cli.group import error_json, say_error
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import only_one_of, option
 from ckpt_tools.errors import CheckpointError, CkptError, UsageError
@@ -78,6 +79,7 @@ def command(asked: _Asked) -> None:
         return
     objects: list[Mapping[str, render.Json]] = []
     codes: list[int] = []
+    wholes: list[CheckpointIndex] = []
     for ckpt in ckpts:
         said: Mapping[str, render.Json] = {"schema": render.ERROR, "path": ckpt}
         try:
@@ -89,7 +91,8 @@ def command(asked: _Asked) -> None:
                     render.emit(run_list.lines(ckpt, saves))
                 continue
             whole = read_index(ckpt, options=asked.reading.options)
-            index = choosing.choose(whole, asked.filters)
+            wholes.append(whole)
+            index = choosing.chosen_in(whole, asked.filters)
             if json:
                 said = report.as_json(whole, index, every=every, shards=shards)
             else:
@@ -101,6 +104,7 @@ def command(asked: _Asked) -> None:
             codes.append(error.exit_code)
             said = {**said, "error": error_json(error)}
         objects.append(said)
+    choosing.say_idle(asked.filters, wholes)
     if json:
         said = {"schema": "ckpt-tools/inspect-list/1", "checkpoints": objects}
         render.emit_json(said if len(ckpts) > 1 else objects[0])

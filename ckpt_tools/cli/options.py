@@ -6,7 +6,7 @@ guesses, and options under headings. Below are the fields that several commands 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache, partial
 from types import NoneType
@@ -137,13 +137,7 @@ def command(
         def run(**given: object) -> None:
             function(_made(takes, given))
 
-        params = _params(takes)
-        for one in [*params]:  # each after the one that its field names
-            after = one.described.after if isinstance(one, _Described) else None
-            for other in [other for other in params if after in other.opts]:
-                params.remove(one)
-                params.insert(params.index(other) + 1, one)
-        return Command(name, callback=run, params=[*params, *_OF_ALL], help=help)
+        return Command(name, callback=run, params=[*_placed(_params(takes)), *_OF_ALL], help=help)
 
     return made
 
@@ -162,6 +156,17 @@ def _params(takes: type[DataclassInstance]) -> list[click.Parameter]:
     return params
 
 
+def _placed(params: Sequence[click.Parameter]) -> list[click.Parameter]:
+    """The same, each option after the one that its field names."""
+    placed = [*params]
+    for one in params:
+        after = one.described.after if isinstance(one, _Described) else None
+        for other in [other for other in placed if after in other.opts]:
+            placed.remove(one)
+            placed.insert(placed.index(other) + 1, one)
+    return placed
+
+
 @cache
 def _part(hint: Hashable) -> type[DataclassInstance] | None:
     """The dataclass that a field holds, where the fields of that describe options."""
@@ -176,21 +181,23 @@ def _made(takes: type[Asked], given: Mapping[str, object]) -> Asked:
     hints, values = get_type_hints(takes), dict[str, object]()
     for one in fields(takes):
         described, part = option_of(one), _part(hints[one.name])
-        if described is None:
-            if part is not None:
-                values[one.name] = _made(part, given)
-            continue
-        value, parse = given[_name(described)], described.parse
-        try:
-            if parse is not None and isinstance(value, tuple):
-                value = tuple(map(parse, value))
-            elif parse is not None and value is not None:
-                value = parse(str(value))
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint=described.names.split()) from error
-        if value is not None:
-            values[one.name] = value
+        if described is not None and given[_name(described)] is not None:
+            values[one.name] = _value(described, given[_name(described)])
+        elif described is None and part is not None:
+            values[one.name] = _made(part, given)
     return takes(**values)  # click's own values: `_type` has seen to each
+
+
+def _value(described: Option, given: object) -> object:
+    """The value of what click gives. Raises what its parser raises."""
+    if described.parse is None:
+        return given
+    try:
+        if isinstance(given, tuple):
+            return tuple(map(described.parse, given))
+        return described.parse(str(given))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=described.names.split()) from error
 
 
 def _name(described: Option) -> str:

@@ -78,7 +78,9 @@ def command(asked: _Asked) -> None:
     if asked.steps:
         _steps(asked)
         return
-    statistics = _stats(asked, asked.reading.read(asked.ckpt))
+    index = asked.reading.read(asked.ckpt)
+    choosing.say_idle(asked.filters, [index])
+    statistics = _stats(asked, index)
     if asked.json:
         render.emit_json(statistics.to_dict())
     elif asked.csv:
@@ -99,7 +101,7 @@ def command(asked: _Asked) -> None:
 
 def _stats(asked: _Asked, index: CheckpointIndex) -> Statistics:
     """The statistics of the chosen tensors. Raises AnswerNo for none."""
-    chosen = choosing.choose(index, asked.filters)
+    chosen = choosing.chosen_in(index, asked.filters)
     with progress.byte_bar(chosen.count.nbytes, label="stats") as on_bytes, Files() as files:
         statistics = stats(chosen, files, threads=asked.threads, on_bytes=on_bytes)
     if not chosen.tensors:
@@ -123,12 +125,15 @@ def _steps(asked: _Asked) -> None:
     if not steps:
         raise AnswerNo(f"{asked.ckpt} has no checkpoint with a step in its name.")
     failures: list[CkptError] = []
+    idle = [*asked.filters.exclude]
 
     def rows() -> Iterator[Sequence[str | int | None]]:
         for step in steps:
             try:
                 path = formats.of_step(asked.ckpt, step)
-                statistics = _stats(asked, formats.read_index(path, asked.reading.options))
+                index = formats.read_index(path, asked.reading.options)
+                idle[:] = choosing.idle(idle, choosing.names_of(index))
+                statistics = _stats(asked, index)
                 for group in groups_of(statistics):
                     numbers = map(_exact, (group.l2, group.abs_max))
                     yield (step, *group[:4], *numbers, group.nonfinite, "")
@@ -140,6 +145,8 @@ def _steps(asked: _Asked) -> None:
                 yield (step, *empty, error.first_line)
 
     render.emit_csv(_STEPS_HEADER, rows())
+    for text in idle:
+        say(f"Note: -x '{text}' matches nothing in {asked.ckpt}.")
     if failures:
         raise AnswerNo(f"{counted(len(failures), 'step')} of {len(steps)}: {failures[0].message}")
 

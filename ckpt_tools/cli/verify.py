@@ -193,7 +193,8 @@ def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
         if asked.cast:
             raise UsageError("--cast needs a checkpoint: a fingerprint has no values to cast.")
         reference = load(against)
-        (mine,) = choosing.choose_each([index], chosen, also=[one.fqn for one in reference.tensors])
+        mine = choosing.chosen_in(index, chosen)
+        choosing.say_idle(chosen, [index], also=(one.fqn for one in reference.tensors))
         if not chosen.wants_all:
             reference = reference.select(chosen.include, chosen.exclude, chosen.only)
         with _comparing(mine) as on_bytes, Files() as files:
@@ -201,7 +202,8 @@ def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
         return _Against(against, compared)
     say(f"Reading {against} for comparison.")
     other = asked.reading.read(against)
-    mine, theirs = choosing.choose_each([index, other], chosen)
+    mine, theirs = choosing.chosen_in(index, chosen), choosing.chosen_in(other, chosen)
+    choosing.say_idle(chosen, [index, other])
     with Files() as files:
         theirs, mine, left_out = without_left_out(theirs, mine, files)
         with _comparing(mine, theirs) as on_bytes:

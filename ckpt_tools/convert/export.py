@@ -11,6 +11,7 @@ from hashlib import sha256
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.convert.arranging import digest_in, note_on_unopened, without_unopened
+from ckpt_tools.convert.header_strings import NO_PLACE, kept_strings, left_out_strings
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
@@ -31,10 +32,6 @@ from ckpt_tools.transforms.dtypes import DtypePolicy, master_weights_note
 from ckpt_tools.transforms.frameworks import FrameworkLayout, LayoutTarget
 from ckpt_tools.transforms.param_names import loadable
 from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
-
-NO_PLACE = "this format has no place for it"
-# What an export says of its own source in headers.
-_OWN = frozenset({"ckpt_tools", "source_format", "source_world_size", "proof"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +146,7 @@ def plan_export(
     targets = _in_containers(targets, outcome, index, options)
     objects = tuple(e for e in located.objects if keeps_nesting and e.is_writable)
     left_out = _left_out(index, chosen, located, nested=keeps_nesting)
-    strings, gone = _kept_strings(index, located, outcome.made, targets, form=options.format)
+    strings, gone = kept_strings(index, located, outcome.made, targets, form=options.format)
     wanted = formats.PlanOptions(
         tree=located.nesting if keeps_nesting else NO_TREE,
         single_file=single_file,
@@ -223,15 +220,15 @@ def _plan_layout(
         targets, kept = _targets(made, DtypePolicy(options.dtype, options.dtypes, index))
         digest = digest_in(index, files)
         wanted = LayoutTarget(options.format, formats.PlanOptions(), ranks, None, digest)
-        plans, _, _, lost = frameworks.plan(located, targets, layout, wanted)
+        laid = frameworks.plan(located, targets, layout, wanted)
     gone = left_out_strings(index, NO_PLACE)
     return ExportPlan(
-        files=plans,
+        files=laid.files,
         targets=targets,
         chosen=chosen,
         source=formats.to_locate_in(index),
         origins={target.fqn: (target.fqn,) for target in targets},
-        notes=(*index.notes, *kept, *of_ranks, *left_out, *lost, *gone),
+        notes=(*index.notes, *kept, *of_ranks, *left_out, *laid.notes, *gone),
     )
 
 
@@ -362,51 +359,3 @@ def _provenance(index: CheckpointIndex, *, check: bool) -> dict[str, str]:
 
         facts[PROOF_FIELD] = UNPROVEN
     return facts
-
-
-def _kept_strings(
-    index: CheckpointIndex,
-    located: CheckpointIndex,
-    made: Sequence[TransformedTensor],
-    targets: Sequence[Target],
-    *,
-    form: str,
-) -> tuple[dict[str, str], list[str]]:
-    """What headers say beside their tensors (safetensors' ``__metadata__``) that is true of these
-    targets, and notes on what is left out.
-
-    It may say how to read the tensors, as torchao's and ComfyUI's does, or what they mean, as the
-    alpha of a LoRA: a reader goes wrong without it. Nobody here knows of what it speaks, so it goes
-    along where names, types, shapes and values are those that it was written for.
-
-    ``made`` are the targets' tensors, from those of ``located`` and of ``index``.
-    """
-    if not index.strings:
-        return {}, []
-    chunks = {entry.fqn: entry.chunks for entry in located.tensors}
-    is_same = all(
-        len(one.origins) == 1 and one.entry.chunks == chunks.get(one.origins[0]) for one in made
-    )
-    now = {target.fqn: target.entry.shape for target in targets}
-    written_for = {fqn: shape for fqn, (_, shape) in index.strings_for.items()}
-    if not formats.named(form).strings:
-        return {}, left_out_strings(index, NO_PLACE)
-    if not is_same or not now.items() <= written_for.items():
-        return {}, left_out_strings(index, "tensors were changed or renamed, and it may be of them")
-    if len(now) < len(written_for):
-        return {}, left_out_strings(index, "tensors were left out, and it may be of them")
-    if any(target.dtype != index.strings_for[target.fqn][0] for target in targets):
-        return {}, left_out_strings(index, "element types were changed, and it may be of them")
-    differing = [name for name, text in index.strings.items() if text is None]
-    same = {n: text for n, text in index.strings.items() if text is not None and n not in _OWN}
-    return same, _note_on_strings(differing, "it is not the same in all files")
-
-
-def left_out_strings(index: CheckpointIndex, why: str) -> list[str]:
-    """A note on what headers say, which is left out of an output; none where they say nothing."""
-    return _note_on_strings(list(index.strings), why)
-
-
-def _note_on_strings(names: Sequence[str], why: str) -> list[str]:
-    shown = some([name for name in names if name not in _OWN])
-    return [f"Left out what the header's __metadata__ says ({shown}): {why}."] if shown else []

@@ -17,7 +17,8 @@ from ckpt_tools import formats
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.infer_mesh import cut_of
 from ckpt_tools.convert import arranging
-from ckpt_tools.convert.export import NO_PLACE, left_out_strings, renamed
+from ckpt_tools.convert.export import renamed
+from ckpt_tools.convert.header_strings import NO_PLACE, left_out_strings
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
@@ -34,7 +35,7 @@ from ckpt_tools.core.mesh_spec import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.options import option
-from ckpt_tools.core.plan import LazyPlans, Target
+from ckpt_tools.core.plan import Target
 from ckpt_tools.core.records import Json, as_json, record_json
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
@@ -43,7 +44,7 @@ from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import frameworks, param_names
 from ckpt_tools.transforms.base import TransformedTensor
 from ckpt_tools.transforms.dtypes import DtypePolicy
-from ckpt_tools.transforms.frameworks import FrameworkLayout, LayoutTarget
+from ckpt_tools.transforms.frameworks import FrameworkLayout, LaidOut, LayoutTarget
 from ckpt_tools.transforms.optimizer import ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
 
@@ -193,19 +194,19 @@ def plan_reshard(
         targets, said = _in_own_boxes(located.tensors, chosen_types, options.mesh)
     else:
         targets, said = _on_mesh(located.tensors, chosen_types, options, sharded)
-    files, targets, last, lost = _laid_out(targets, located, options)
-    notes = [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *lost]
+    laid = _laid_out(targets, located, options)
+    notes = [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *laid.notes]
     keeps_names = options.layout is None and not options.steps
     return ReshardPlan(
-        files=files + frameworks.megatrons_own(index) if keeps_names else files,
-        targets=targets,
+        files=laid.files + frameworks.megatrons_own(index) if keeps_names else laid.files,
+        targets=laid.targets,
         chosen=chosen,
         mesh=options.mesh,
         inside=len(opened.tensors) - len(chosen.tensors),
         notes=(*index.notes, *notes, *left_out_strings(index, NO_PLACE)),
         source=formats.to_locate_in(index),
-        objects=last.objects,
-        tree=last.nesting,
+        objects=laid.last.objects,
+        tree=laid.last.nesting,
         origins={one.entry.fqn: one.origins for one in made},
     )
 
@@ -219,13 +220,7 @@ def _on_mesh(
     """The tensors as they are placed on the target mesh, and notes on it."""
     mesh, usual = options.mesh, options.placements or default_placements(options.mesh)
     rules = [(names.selector((pattern,), ()), cut_so) for pattern, cut_so in options.rules]
-    like: dict[str, Layout | None] = {}
-    if options.like is not None:
-        found = summary.mesh_of(options.like)
-        if found is None:
-            raise UsageError(f"{options.like.root}: it has no mesh, so --like cannot use it.")
-        for entry in options.like.tensors:
-            like[entry.fqn], _ = summary.layout_of(entry, found) or (None, None)
+    like = _layouts_of(options.like) if options.like is not None else {}
     # What the source's job held whole on each rank beside sharded tensors (buffers, random states)
     # stays so. Of a source that stores everything whole, weights and optimizer state are cut.
     cut = sharded or {entry.fqn for entry in tensors if entry.section != "other"}
@@ -336,8 +331,8 @@ def _with_names(
 
 def _laid_out(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> tuple[LazyPlans, tuple[Target, ...], CheckpointIndex, Sequence[str]]:
-    """The files of the output, unchanged or as its framework wants them; as `frameworks.plan`."""
+) -> LaidOut:
+    """The files of the output, unchanged or as its framework wants them."""
     wanted = formats.PlanOptions(
         tree=located.nesting,
         mesh=options.mesh,
@@ -347,7 +342,7 @@ def _laid_out(
     if options.layout is None:
         form = formats.named(options.format)
         plans = form.plan_files(targets, located.objects, options=wanted)
-        return plans, targets, located, ()
+        return LaidOut(plans, targets, located, ())
     order = options.param_names if options.param_names and options.param_names.names else None
     with Files() as files:
         digest = arranging.digest_in(located, files)
@@ -404,6 +399,15 @@ def _sharded(index: CheckpointIndex) -> frozenset[str]:
         for entry in index.tensors
         if entry.layout is not None or cut_of(entry) is not None
     )
+
+
+def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
+    """Each tensor's layout in another checkpoint: stated, or inferred from its boxes."""
+    found = summary.mesh_of(like)
+    if found is None:
+        raise UsageError(f"{like.root}: it has no mesh, so --like cannot use it.")
+    known = {entry.fqn: summary.layout_of(entry, found) for entry in like.tensors}
+    return {fqn: None if one is None else one[0] for fqn, one in known.items()}
 
 
 def _moved_to_mesh(entry: TensorEntry, layout: Layout | None, mesh: Mesh) -> Layout | None:

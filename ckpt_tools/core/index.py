@@ -250,6 +250,16 @@ Entry: TypeAlias = TensorEntry | ObjectEntry
 _Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
 
 
+class PackedObject(NamedTuple):
+    """An object of the format that was opened as a container: the names ``held`` came of ``item``.
+
+    ``held`` is empty when they have other names now.
+    """
+
+    item: ObjectEntry
+    held: frozenset[str]
+
+
 class FileState(NamedTuple):
     """What tells a file from another one in its place, without a look into it.
 
@@ -326,8 +336,7 @@ class CheckpointIndex:
     the order and in the containers of the state dict; entries that it lacks stand behind, at their
     paths, and names without an entry are not there: `nesting` is the tree of the entries.
     ``problems`` are what keeps it from being whole, ``ties`` groups of names that share a storage.
-    ``packed`` are objects that were opened as containers, each with the names of the entries in its
-    place; none when these have other names now.
+    ``packed`` are objects in whose place there are entries for what they hold.
     ``beside`` are small files that say what the others mean: an index JSON, a config.
     ``strings`` are what headers say beside tensors (safetensors' ``__metadata__``), by name, None
     where that is not the same in each file. They are of the types and shapes in ``strings_for``.
@@ -346,10 +355,12 @@ class CheckpointIndex:
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
     tree: Branch[str] = NO_TREE
-    packed: tuple[tuple[ObjectEntry, frozenset[str]], ...] = ()
+    packed: tuple[PackedObject, ...] = ()
     beside: tuple[FileEntry, ...] = ()
-    strings: Mapping[str, str | None] = field(default_factory=dict)
-    strings_for: Mapping[str, tuple[DType, tuple[int, ...]]] = field(default_factory=dict)
+    strings: Mapping[str, str | None] = field(default_factory=dict, hash=False)
+    strings_for: Mapping[str, tuple[DType, tuple[int, ...]]] = field(
+        default_factory=dict, hash=False
+    )
 
     @cached_property
     def nesting(self) -> Branch[str]:
@@ -390,17 +401,17 @@ class CheckpointIndex:
         return replace(
             self.holding(placed),
             tree=tree.map_places(lambda path, _: ".".join(map(str, path))),
-            packed=tuple((item, frozenset()) for item, _ in self.packed),
+            packed=tuple(one._replace(held=frozenset()) for one in self.packed),
         )
 
     def closed(self: _Index) -> _Index:
         """The same checkpoint; packed objects whose entries are all there are one object again."""
         there = {entry.fqn for entry in self.entries}
-        whole = [one for one in self.packed if one[1] and one[1] <= there]
+        whole = [one for one in self.packed if one.held and one.held <= there]
         if not whole:
             return self
-        items = [item for item, _ in whole]
-        gone = frozenset().union(*(held for _, held in whole))
+        items = [one.item for one in whole]
+        gone = frozenset().union(*(one.held for one in whole))
         return replace(
             self.holding([*(entry for entry in self.entries if entry.fqn not in gone), *items]),
             tree=self.nesting.with_leaves({item.path: item.fqn for item in items}),

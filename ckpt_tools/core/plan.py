@@ -12,7 +12,7 @@ from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.state_tree import Branch, completed
 from ckpt_tools.core.text import counted, some
-from ckpt_tools.errors import IncompleteError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 
 
 class ReadItem(NamedTuple):
@@ -218,6 +218,17 @@ def refuse_types_not_in_torch(targets: Iterable[Target]) -> None:
             hint="Only safetensors holds them; --exclude leaves them out.",
             about=wrong,
         )
+
+
+def require_mesh_size(targets: Iterable[Target], world_size: int) -> None:
+    """Raise UsageError for a tensor on a mesh of another number of ranks."""
+    for target in targets:
+        mesh = target.layout.mesh if target.layout is not None else None
+        if mesh is not None and mesh.size != world_size:
+            raise UsageError(
+                f"{target.fqn}: a mesh of {mesh.size} ranks ({mesh}) in a checkpoint for "
+                f"{world_size}."
+            )
 
 
 class Finder:

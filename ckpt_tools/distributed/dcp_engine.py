@@ -91,7 +91,7 @@ class _LoadAndSave:
         mesh = devices.device_mesh(self.options.mesh, self.device_type)
         mine = [target.entry for target in plan.targets[group.rank :: group.size]]
         with group.collective(), Files() as files:  # no rank may be missing in a collective
-            inside = frozenset().union(*(held for _, held in index.packed))
+            inside = frozenset().union(*(one.held for one in index.packed))
             parts = [target.fqn for target in plan.targets if target.fqn in inside]
             if parts:
                 raise UnsupportedError(

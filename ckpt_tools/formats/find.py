@@ -294,29 +294,37 @@ def member(path: str) -> str:
 
 
 def _followed(path: str) -> str:
-    """Where a link leads that git or an archive turned into a text file; else the path itself.
+    """Where a link leads that git or an archive turned into a text file, or a model's folder in the
+    cache of Hugging Face; else the path itself.
 
     Such a file holds nothing but the path of something that is there (``latest-rank0.pt`` of
-    Composer is a link by birth). Links of the file system need no help. In the cache of Hugging
-    Face, ``refs/main`` of a model's folder ``models--org--name`` names one of its snapshots.
+    Composer is a link by birth). Links of the file system need no help.
     """
-    is_model = os.path.isdir(path) and os.path.basename(paths.absolute(path)).startswith("models--")
-    link = os.path.join(path, "refs", "main") if is_model else path
-    if paths.is_address(path) or not os.path.isfile(link) or os.path.getsize(link) > _MAX_LINK:
+    if not paths.is_address(path) and os.path.isdir(path):
+        return _snapshot_of(path) or path
+    if paths.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
         return path
-    with open(paths.open_file(link), "rb") as file:
-        data = file.read(_MAX_LINK)
+    with open(paths.open_file(path), "rb") as file:
+        text = file.read(_MAX_LINK)
     try:
-        text = data.decode()
+        target = os.path.join(os.path.dirname(path), text.decode())
     except UnicodeDecodeError:
         return path
-    if is_model:
-        revision = text.strip()
-        target = os.path.join(path, "snapshots", revision)
-        return target if re.fullmatch(r"\w+", revision) and os.path.isdir(target) else path
-    target = os.path.join(os.path.dirname(path), text)
-    is_path = text.strip() == text and text and "\n" not in text and "\0" not in text
+    is_path = text.strip() == text and text and b"\n" not in text and b"\0" not in text
     return target if is_path and os.path.exists(target) else path
+
+
+def _snapshot_of(folder: str) -> str | None:
+    """What ``refs/main`` names in ``models--org--name`` of Hugging Face's cache; None elsewhere."""
+    named = os.path.join(folder, "refs", "main")
+    is_model = os.path.basename(paths.absolute(folder)).startswith("models--")
+    if not is_model or not os.path.isfile(named):
+        return None
+    with open(paths.open_file(named), "rb") as file:
+        revision = file.read(_MAX_LINK).decode("ascii", "replace").strip()
+    snapshot = os.path.join(folder, "snapshots", revision)
+    is_one = re.fullmatch(r"\w+", revision) and os.path.isdir(snapshot)
+    return snapshot if is_one else None
 
 
 def _inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
@@ -215,20 +216,28 @@ def _of_folder(folder: str) -> tuple[_Tool, str] | None:
     for tool, name, sign, said in _JSON_FILES:
         if name in names and re.search(sign, paths.head(os.path.join(folder, name), 1024)):
             return tool, f"{said} in its {name}"
-    # DeepSpeed's universal format: the folder ``zero`` of a step has optimizer_state.pt, and for
-    # each parameter a folder with fp32.pt, exp_avg.pt and such. Known are the step's folder and
-    # all below it.
-    place = paths.absolute(folder)
-    around = (os.path.join(place, "zero") if "zero" in names else place, os.path.dirname(place))
-    zero = next((path for path in around if os.path.basename(path) == "zero"), None)
-    if names and zero is not None and paths.is_file(os.path.join(zero, "optimizer_state.pt")):
-        signs = (name for name in ("zero", "optimizer_state.pt") if name in names)
-        return _UNIVERSAL, next(signs, names[0])
+    shown = _sign_of_universal(folder, names) if names else None
+    if shown is not None:
+        return _UNIVERSAL, shown
     for tool, pattern in _FOLDERS:
         seen = next((name for name in names if re.fullmatch(pattern, name)), None)
         if seen is not None:
             return tool, seen
     return None
+
+
+def _sign_of_universal(folder: str, names: Sequence[str]) -> str | None:
+    """What shows that a folder is of DeepSpeed's universal format: the step's, or one below it.
+
+    Its folder ``zero`` has optimizer_state.pt, and for each parameter a folder with fp32.pt,
+    exp_avg.pt and such.
+    """
+    sign = next((name for name in ("zero", "optimizer_state.pt") if name in names), names[0])
+    place = paths.absolute(folder)
+    known = [os.path.join(place, "zero")] if sign == "zero" else [place, os.path.dirname(place)]
+    zero = next((path for path in known if os.path.basename(path) == "zero"), None)
+    is_one = zero is not None and paths.is_file(os.path.join(zero, "optimizer_state.pt"))
+    return sign if is_one else None
 
 
 def _of_name(name: str) -> _Tool | None:

@@ -230,7 +230,7 @@ def lengths_of(index: CheckpointIndex) -> dict[str, int]:
 
 def is_there(data: ByteRange, lengths: Mapping[str, int]) -> bool:
     """Whether all of a byte range is in a file that is there, by `lengths_of`."""
-    return data.offset + data.length <= lengths.get(data.path, 0)
+    return data.offset + data.length <= lengths.get(data.path, -1)
 
 
 def plain_parts(path: str, length: int) -> Iterator[ChecksumPart]:

@@ -209,8 +209,10 @@ def _said_beside(
     """
     own = paths.absolute(path)
     counts = [count for count in _counts(own) if len(count.paths) > 1 or count.total > 1]
-    index = index or (read(own) if counts else None)
-    if not counts or index is None or not _shapes(index):
+    if not counts:
+        return None
+    index = index or read(own)
+    if index is None or not _shapes(index):
         return None
     part: tuple[CheckpointError, set[str]] | None = None
     for count in counts:

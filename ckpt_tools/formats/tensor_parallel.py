@@ -87,15 +87,7 @@ def _joined(
             hint='A rule says `parallel = 0`, `1` or `"same"`.',
         )
     if not cut.dims or not held[0].shape:
-        # The whole is in each part; two of them are in memory at a time.
-        stored = (
-            (entry.shape, [(chunk.strides, files.read(*chunk.data)) for chunk in entry.chunks])
-            for entry in held
-        )
-        first = next(stored)
-        if any(other != first for other in stored):
-            raise UnsupportedError("it should be equal in every part, but differs.")
-        return held[0]
+        return _same(held, files)
     as_long = parts[0].tensor(cut.length or "")
     length = None if as_long is None or not as_long.shape else as_long.shape[0]
     dim = _dim(cut, held, length)
@@ -124,6 +116,19 @@ def _dim(cut: Cut, held: Sequence[TensorEntry], length: int | None) -> int:
         f"no way to join {len(held)} parts gives it rows of {length} ({cut.length}). Is a part "
         "missing?"
     )
+
+
+def _same(held: Sequence[TensorEntry], files: Files) -> TensorEntry:
+    """A tensor that each part has whole, its bytes compared."""
+
+    def stored(entry: TensorEntry) -> list[object]:
+        return [(chunk.strides, files.read(*chunk.data)) for chunk in entry.chunks]
+
+    first, *others = held
+    own = stored(first)
+    if any(entry.shape != first.shape or stored(entry) != own for entry in others):
+        raise UnsupportedError("it should be equal in every part, but differs.")
+    return first
 
 
 def _concatenated(held: Sequence[TensorEntry], dim: int, size: int) -> TensorEntry:

@@ -68,12 +68,13 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
         if any(box.sizes[1:] == tuple(shape[1:]) for box in here):
             continue
         for hole in holes(shape[1:], {Box(box.offsets[1:], box.sizes[1:]) for box in here}):
-            first, place = start, last.get(hole)
+            place = last.get(hole)
             if place is not None and found[place].ends[0] == start:
                 first = found[place].offsets[0]
+                found[place] = Box((first, *hole.offsets), (end - first, *hole.sizes))
             else:
-                place = last[hole] = len(found)
-            found[place : place + 1] = [Box((first, *hole.offsets), (end - first, *hole.sizes))]
+                last[hole] = len(found)
+                found.append(Box((start, *hole.offsets), (end - start, *hole.sizes)))
     return found
 
 

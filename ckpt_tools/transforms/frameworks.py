@@ -443,14 +443,24 @@ def shards_format(layout: FrameworkLayout | None, asked: str) -> str:
     return asked
 
 
+class LaidOut(NamedTuple):
+    """A checkpoint in a layout: its files, its targets under their new names, the index of its last
+    folder, and notes on what was left out.
+    """
+
+    files: LazyPlans
+    targets: tuple[Target, ...]
+    last: CheckpointIndex
+    notes: tuple[str, ...]
+
+
 def plan(
     index: CheckpointIndex,
     targets: Sequence[Target],
     layout: FrameworkLayout,
     target: LayoutTarget,
-) -> tuple[LazyPlans, tuple[Target, ...], CheckpointIndex, Sequence[str]]:
-    """The files of a checkpoint, its objects opened, as the loader of ``layout`` expects them; its
-    targets under their new names, the index of its last folder, and notes on what was left out.
+) -> LaidOut:
+    """The files of a checkpoint, its objects opened, as the loader of ``layout`` expects them.
 
     ``targets`` equal the tensors of ``index`` under their own names. Raises UsageError when there
     are several optimizers, when two names become one, and for numbered optimizer states where names
@@ -484,4 +494,4 @@ def plan(
             files += form.plan_files(here, moved.objects, options=wanted).inside(name)
             placed, last = [*placed, *here], moved
     files += LazyPlans.of(arranged.files)
-    return files, (*placed,), last, arranged.notes
+    return LaidOut(files, (*placed,), last, (*arranged.notes,))

@@ -185,18 +185,9 @@ def _states(index: CheckpointIndex) -> dict[str, RankStates]:
     for entry in index.entries:
         path = _parts_of(entry.path)
         mark = _mark_of(path)
-        if mark is None:
+        if mark is None or not (entry.section == "other" or _own_depth(path, mark)):
             continue
-        # What goes or stays as one: the outermost container that is of the ranks, else what is
-        # marked.
-        tops = range(1, mark.depth + 2)
-        own = next((depth for depth in tops if _OWN.fullmatch(str(path[depth - 1]))), 0)
-        if not own and entry.section != "other":
-            continue
-        if not own and path[mark.depth] in _LOADER:
-            own = mark.depth
-        *above, last = place = path[: own or mark.depth + 1]
-        name = names.join((*above, last if own else re.sub(r"\d+$", "*", str(last))))
+        name, place = _place_of(path, mark)
         states = by_name.setdefault(name, RankStates(name, mark.whose))
         states.places.add(place)
         count = index.world_size if mark.rank is None else mark.rank + 1
@@ -209,6 +200,12 @@ def _parts_of(path: Path) -> Path:
     return tuple(
         part for key in path for part in (key.split(".") if isinstance(key, str) else [key])
     )
+
+
+def _own_depth(path: Path, mark: _Mark) -> int:
+    """How many parts lead into the outermost container that is of the ranks; 0 for none."""
+    depths = range(1, mark.depth + 2)
+    return next((depth for depth in depths if _OWN.fullmatch(str(path[depth - 1]))), 0)
 
 
 def _mark_of(path: Path) -> _Mark | None:
@@ -226,3 +223,14 @@ def _mark_of(path: Path) -> _Mark | None:
         if part in _LOADER:
             return _Mark(depth, "ranks", None)
     return None
+
+
+def _place_of(path: Path, mark: _Mark) -> tuple[str, Path]:
+    """What goes or stays as one: the container that is of the ranks, else the marked part."""
+    depth = _own_depth(path, mark)
+    if depth:
+        return names.join(path[:depth]), path[:depth]
+    if path[mark.depth] in _LOADER and mark.depth:
+        return names.join(path[: mark.depth]), path[: mark.depth]
+    starred = re.sub(r"\d+$", "*", str(path[mark.depth]))
+    return names.join((*path[: mark.depth], starred)), path[: mark.depth + 1]

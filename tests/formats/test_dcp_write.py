@@ -22,7 +22,7 @@ from ckpt_tools.core.index import ByteRange, ObjectEntry
 from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch, dict_of, list_of
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.dcp import write as dcp_write
 from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.storage.reader import Files
@@ -286,3 +286,9 @@ def test_an_object_without_bytes_and_value_is_refused() -> None:
     opaque = ObjectEntry("args", ("args",), "other", ByteRange("x", 0, 9), type_name="a.B")
     with pytest.raises(UnsupportedError, match=r"args: an object of type a\.B"):
         plan([], [opaque], world_size=1)
+
+
+def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
+    target = Source(tmp_path).target("w", np.zeros(4), layout=Layout(Mesh((2,)), ROWS))
+    with pytest.raises(UsageError, match="w: a mesh of 2 ranks"):
+        plan([target], world_size=4)

@@ -187,7 +187,7 @@ def test_what_is_written_of_a_folder_is_proven_and_the_rest_is_named(
     assert not any("rng_state.rank_0" in note for note in left_out)
     if form == "dcp":
         packed = ckpt_tools.open_checkpoint(tmp_path / "out").index.packed
-        item = next(item for item, _ in packed if item.fqn == "rng_state.rank_0")
+        item = next(one.item for one in packed if one.item.fqn == "rng_state.rank_0")
         with Files() as files:
             assert files.read(*item.data) == (TRAINER / "rng_state_0.pth").read_bytes()
 

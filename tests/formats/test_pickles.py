@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import tracemalloc
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -549,3 +550,12 @@ def test_a_layout_that_is_no_text_is_refused() -> None:
     assert b"\x8c\rtorch.strided\x94" in data
     with pytest.raises(CheckpointError):
         load_metadata(data.replace(b"\x8c\rtorch.strided\x94", b"}\x94"), where="m")
+
+
+@pytest.mark.parametrize("load", [load_plain, load_tensors])
+def test_only_a_saved_model_is_called_one(load: Callable[..., object]) -> None:
+    data = pickle.dumps(torch.nn.Linear(2, 2).forward)  # an object of DCP may be a bound method
+    with pytest.raises(UnsafePickleError) as error:
+        load(data, where="x")
+    is_called_one = "It looks like a whole model" in (error.value.advice or "")
+    assert is_called_one == (load is load_tensors)

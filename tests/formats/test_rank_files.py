@@ -205,6 +205,29 @@ def test_what_is_a_tensor_on_one_rank_alone_is_refused(tmp_path: Path) -> None:
     assert [entry.fqn for entry in index.entries] == ["n", "w"]
 
 
+def test_a_ranks_own_state_may_be_a_tensor_or_none(tmp_path: Path) -> None:
+    for rank, own in enumerate([None, W, 2 * W]):
+        state = {"model": {"w": W}, "rng": {"cuda": own}}
+        torch.save(state, tmp_path / f"model_world_size_3_rank_{rank}.pt")
+    index = read(tmp_path)
+    index.require_whole()
+    assert "Kept once per rank, as ….rank_N: rng.cuda." in index.notes
+    assert [entry.fqn for entry in index.objects] == ["rng.cuda.rank_0"]
+    assert [entry.fqn for entry in index.tensors] == [
+        "model.w",
+        "rng.cuda.rank_1",
+        "rng.cuda.rank_2",
+    ]
+
+
+def test_one_name_at_two_places_is_refused(tmp_path: Path) -> None:
+    for rank, state in enumerate([{"a.b": W}, {"a": {"b": 3}}]):
+        torch.save(state, tmp_path / f"rank{rank}.pt")
+    text = r"a\.b: it is \['a\.b'\] on some ranks, and \['a', 'b'\] on others\."
+    with pytest.raises(UnsupportedError, match=text):
+        read(tmp_path).require_whole()
+
+
 def test_partial_sums_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
         mesh = mesh_of((2,), rank)

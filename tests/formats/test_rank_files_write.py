@@ -462,6 +462,12 @@ def test_our_own_reader_reads_the_same_tensors_and_layouts(tmp_path: Path) -> No
     ]
 
 
+def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
+    target = Source(tmp_path).target("w", np.zeros(4), layout=Layout(Mesh((2,)), (S0,)))
+    with pytest.raises(UsageError, match="w: a mesh of 2 ranks"):
+        plan_files([target], [], mesh=Mesh((4,)), device_type="cpu")
+
+
 @pytest.mark.parametrize("version", [(2, 4), (2, 16), (3, 0)])
 def test_a_torch_whose_mesh_is_not_known_is_refused(version: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match=rf"torch 2\.5 to 2\.15, not for {version[0]}"):

@@ -9,7 +9,9 @@ import torch
 from running import run
 
 import ckpt_tools
+from ckpt_tools.core.index import ByteRange
 from ckpt_tools.errors import AnswerNo, IncompleteError
+from ckpt_tools.formats.protocol import is_there
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 HF = "hf_sharded_safetensors/ckpt"
@@ -158,3 +160,9 @@ def test_verify_names_what_went_with_a_file(tmp_path: Path) -> None:
     assert not told["against"]["same"]
     assert not any("all the same" in note for note in told["notes"])
     assert "all 2 that exist are complete, 1 missing" in run("verify", str(folder)).stdout
+
+
+def test_an_empty_range_is_not_in_a_file_that_is_not_there() -> None:
+    # An empty tensor may be the first of a safetensors file: it was looked for in lost ones.
+    assert is_there(ByteRange("a", 0, 0), {"a": 0})
+    assert not is_there(ByteRange("b", 0, 0), {"a": 0})

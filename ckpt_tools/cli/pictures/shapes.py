@@ -43,21 +43,23 @@ def rects(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[_Rect]:
     else:
         down, across = (dims[0], dims[1]) if len(dims) == 2 else (None, dims[0] if dims else None)
         spans = [(*_span(p, shape, across), *_span(p, shape, down)) for p in pieces]
-    drawn = []
-    for piece, (x, width, y, height) in zip(pieces, spans, strict=True):
-        holders, more = piece.holders, len(piece.holders) - 1
-        bands: list[tuple[int | None, str]] = [(holder, str(holder)) for holder in holders]
-        if not holders:
-            bands = [(None, "?")]
-        elif len(holders) > MAX_BANDS:  # ``0-63``, or ``0+15`` for 0, 4, 8 and so on
-            is_range = holders[-1] == holders[0] + more
-            text = rank_spans(holders) if is_range else f"{holders[0]}+{more}"
-            bands = [(holders[0], text)]
-        high = height / len(bands)
-        for band, (holder, label) in enumerate(bands):
-            top = y + height * band / len(bands)
-            drawn.append(_Rect(x, top, width, high, piece, holder, label))
-    return drawn
+    return [
+        _Rect(x, y + height * band / len(bands), width, height / len(bands), piece, holder, label)
+        for piece, (x, width, y, height) in zip(pieces, spans, strict=True)
+        for bands in [_bands(piece.holders)]
+        for band, (holder, label) in enumerate(bands)
+    ]
+
+
+def _bands(holders: Sequence[int]) -> list[tuple[int | None, str]]:
+    """Who is drawn, and as what: ``3``; of many ``0-63``, or ``0+15`` for 0, 4, 8 and so on."""
+    if not holders:
+        return [(None, "?")]
+    if len(holders) > MAX_BANDS:
+        first, more = holders[0], len(holders) - 1
+        is_range = holders[-1] == first + more
+        return [(first, rank_spans(holders) if is_range else f"{first}+{more}")]
+    return [(holder, str(holder)) for holder in holders]
 
 
 def _span(piece: HeldBox, shape: Sequence[int], dim: int | None) -> tuple[float, float]:

@@ -265,7 +265,7 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
         for chunk in entry.chunks
         for data in (chunk.data, *chunk.replicas)
     ]
-    objects = [*index.objects, *(item for item, _ in index.packed)]
+    objects = [*index.objects, *(one.item for one in index.packed)]
     items += [(one.data, one.codec) for one in objects]
     only_items: set[str] = set()
     archives = Archives(files)
@@ -277,7 +277,7 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
             yield from archives.parts(data)
         else:
             yield ChecksumPart(data, data.length, partial(_inflated_records, files, data))
-    packed = frozenset().union(*(held for _, held in index.packed))
+    packed = frozenset().union(*(one.held for one in index.packed))
     apart = (entry for entry in index.tensors if entry.fqn not in packed)
     only_items -= {c.data.path for e in apart for c in e.chunks if c.codec is None}
     others = [path for path in lengths if path not in only_items]

@@ -17,6 +17,7 @@ from ckpt_tools.core.index import (
     CheckpointIndex,
     Entry,
     ObjectEntry,
+    PackedObject,
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import Branch
@@ -75,7 +76,7 @@ def open_containers(index: Index, files: Files) -> Index:
             continue
         inside, tree = container
         entries += inside
-        packed.append((entry, frozenset(tree.leaves())))
+        packed.append(PackedObject(entry, frozenset(tree.leaves())))
 
     def part(fqn: str) -> str | Branch[str]:
         return containers[fqn][1] if fqn in containers else fqn

@@ -37,6 +37,7 @@ from ckpt_tools.core.plan import (
     placed_tree,
     reads_of,
     refuse_types_not_in_torch,
+    require_mesh_size,
 )
 from ckpt_tools.core.state_tree import Branch, Path
 from ckpt_tools.formats.dcp.flattening import items_of
@@ -105,8 +106,8 @@ def plan_files(
     has the names where they stand in the state dict, in its order; those that it lacks come last,
     at their paths.
 
-    Raises IncompleteError when the source's chunks do not cover a tensor, UnsupportedError for an
-    object with neither bytes nor a value.
+    Raises UsageError when a layout's mesh has another size, IncompleteError when the source's
+    chunks do not cover a tensor, UnsupportedError for an object with neither bytes nor a value.
     """
     refuse_types_not_in_torch(targets)
     paths: dict[str, Path] = {}
@@ -117,6 +118,7 @@ def plan_files(
         entry = _Container(names.join(path), item) if isinstance(item, Branch) else item
         paths[entry.fqn] = path
         entries.append(entry)
+    require_mesh_size(targets, world_size)
     known: dict[Hashable, _Held] = {}  # tensors of one shape and layout share it
     held = []
     for one in entries:

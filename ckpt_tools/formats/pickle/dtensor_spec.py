@@ -67,8 +67,10 @@ def dtensor_of(args: tuple[object, ...], state: object) -> StoredDTensor | Opaqu
     if isinstance(local, Opaque) and local.is_tensor:
         return local
     dtype = dtype_name(args[1])
-    if type(local) is not StoredTensor or dtype is None:
+    if type(local) is not StoredTensor:
         raise UnreadableError(f"a DTensor whose local part is {shown(local)}.")
+    if dtype is None:
+        raise UnreadableError(f"a DTensor whose element type is {shown(args[1])}.")
     shape = as_counts(args[2], "the shape of a DTensor")
     says = spec.fields
     stated = None

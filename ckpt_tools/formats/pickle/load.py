@@ -147,7 +147,8 @@ def _value(data: bytes, names: _Names, storage: Callable[[object], object]) -> t
     except UnsafePickleError as error:
         if b"torch.distributed._shard.sharded_tensor" in data and b"ShardedTensor" in data:
             raise _sharded_tensor_error() from error  # it says more than what it needs
-        if b"torch.nn.modules." in data and b"_parameters" in data:  # more than is read
+        is_module = b"torch.nn.modules." in data and b"_parameters" in data
+        if names.reads_tensors and is_module:  # more than is read
             error.advice = (
                 "It looks like a whole model, pickled with its code (torch.save(model)). If you "
                 "trust it, load it where its code is, and save model.state_dict() instead."
@@ -165,7 +166,7 @@ class _Names:
 
     def __init__(self, allow: Collection[str] | None) -> None:
         self.unknown: set[str] = set()
-        self._of_tensors = NAMING_FUNCTIONS if allow is None else TENSOR_FUNCTIONS
+        self.reads_tensors = allow is not None
         self._allow = frozenset(allow or ())
 
     def __call__(self, asked: Global) -> object:
@@ -173,7 +174,8 @@ class _Names:
         that can run code.
         """
         name = asked.name
-        function = CONTAINER_FUNCTIONS.get(name) or self._of_tensors.get(name)
+        others = TENSOR_FUNCTIONS if self.reads_tensors else NAMING_FUNCTIONS
+        function = CONTAINER_FUNCTIONS.get(name) or others.get(name)
         if function is not None:
             return function
         if name.startswith(SHARDED_TENSOR_MODULES):
@@ -182,10 +184,9 @@ class _Names:
             return TorchValue(name)
         if is_runner(name):
             raise runner_error(name)
-        reads_tensors = self._of_tensors is TENSOR_FUNCTIONS
-        if reads_tensors and name.startswith(_REBUILD):
+        if self.reads_tensors and name.startswith(_REBUILD):
             return refused_function(name)
-        if reads_tensors and not is_harmless(name) and not self.is_allowed(name):
+        if self.reads_tensors and not is_harmless(name) and not self.is_allowed(name):
             self.unknown.add(name)
         return asked
 

@@ -209,7 +209,7 @@ class _Settler:
         unlisted = sorted(name for name in writer.names if not is_written(name))
         fields: PlainValue = None
         if isinstance(value, Instance) and is_config(qualname):
-            with suppress(RecursionError):
+            with suppress(_EndlessError):
                 fields = self._shown(value, 0)
         is_allowed = all(map(self._is_allowed, unlisted))
         return PickledValue(qualname, data, tuple(unlisted), is_allowed, fields)
@@ -217,11 +217,11 @@ class _Settler:
     def _shown(self, value: object, depth: int) -> PlainValue:
         """What is in a config: configs, dicts and lists as such, other values as texts.
 
-        Raises RecursionError for one that holds too much, or itself.
+        Raises _EndlessError for one that holds too much, or itself.
         """
         self._configs_left -= 1
         if self._configs_left < 0 or depth > MAX_CLOSED_DEPTH:
-            raise RecursionError
+            raise _EndlessError
         if isinstance(value, Instance) and is_config(value.qualname):
             state = value.state if type(value.state) is dict else {}
             # OmegaConf's containers and nodes keep what they hold in an attribute.
@@ -250,6 +250,10 @@ class _Settler:
         if value is None or isinstance(value, bool | float):
             return value
         return f"<{shown(value).removeprefix('a ')}>"
+
+
+class _EndlessError(Exception):
+    """A config that holds too much to be shown, or itself."""
 
 
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set, frozenset})

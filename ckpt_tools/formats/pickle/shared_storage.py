@@ -16,24 +16,30 @@ def _view(leaf: TensorLeaf) -> StoredTensor | None:
     return None if 0 in stored.shape else stored
 
 
-def tied(leaves: Sequence[TensorLeaf]) -> Ties:
+def tied(leaves: Iterable[TensorLeaf]) -> Ties:
     """Groups of two or more names that are the same view of the same storage."""
-    return still_tied([[leaf.fqn for leaf in leaves if _view(leaf) is not None]], leaves)
+    groups: dict[StoredTensor, list[str]] = {}
+    for leaf in leaves:
+        view = _view(leaf)
+        if view is not None:
+            groups.setdefault(view, []).append(leaf.fqn)
+    return _groups(groups.values())
 
 
-def still_tied(ties: Iterable[Sequence[str]], leaves: Iterable[TensorLeaf]) -> Ties:
+def still_tied(ties: Ties, leaves: Iterable[TensorLeaf]) -> Ties:
     """Those ties that hold in another rank's file, too; a shard without elements says nothing."""
     wanted = {fqn for group in ties for fqn in group}
     views = {leaf.fqn: _view(leaf) for leaf in leaves if leaf.fqn in wanted}
-    kept: list[list[str]] = []
+    kept = []
     for group in ties:
-        seen: dict[StoredTensor | None, list[str]] = {}
+        seen: dict[StoredTensor, list[str]] = {}
+        neutral = [fqn for fqn in group if fqn in views and views[fqn] is None]
         for fqn in group:
-            if fqn in views:
-                seen.setdefault(views[fqn], []).append(fqn)
-        neutral = seen.pop(None, [])
-        kept += [[*names, *neutral] for names in seen.values()] or [neutral]
-    return tuple(sorted(tuple(sorted(group)) for group in kept if len(group) > 1))
+            view = views.get(fqn)
+            if view is not None:
+                seen.setdefault(view, []).append(fqn)
+        kept += [[*names_, *neutral] for names_ in seen.values()] or [neutral]
+    return _groups(kept)
 
 
 def overlapping(leaves: Iterable[TensorLeaf]) -> list[tuple[str, str]]:
@@ -53,3 +59,7 @@ def overlapping(leaves: Iterable[TensorLeaf]) -> list[tuple[str, str]]:
             if end > reach:
                 reach, last_view, last_fqn = end, view, fqn
     return pairs
+
+
+def _groups(groups: Iterable[Sequence[str]]) -> Ties:
+    return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))

@@ -179,8 +179,8 @@ def listed(ranks: Sequence[int]) -> str:
 
 def are_whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> bool:
     """Whether ranks are absent, and those that are there are one or more whole replica groups."""
-    in_groups = sum(map(len, whole_groups(family, world, tensors)))
-    return len(family) < world and in_groups == len(family)
+    there = len(family)
+    return there < world and sum(map(len, whole_groups(family, world, tensors))) == there
 
 
 def whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> list[list[int]]:

@@ -7,10 +7,10 @@ tensors that should be equal. Which rank files there should be, `checks` knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from operator import mul
+from operator import itemgetter, mul
 from typing import NamedTuple
 
 from ckpt_tools.core import names
@@ -20,6 +20,7 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
     CheckpointIndex,
     Chunk,
+    Entry,
     ObjectEntry,
     Path,
     Section,
@@ -76,19 +77,18 @@ def rank_tensors(stored: Stored, saved: SavedFile, rank: int) -> Iterator[RankTe
     """The parts of a tensor that this file holds: a DTensor is one part, a CheckpointableTensor one
     for each of its pieces.
     """
-    chunks, layout, flaw = saved.held(stored)
-    record = saved.record_of(stored.local.storage)
-    for chunk in chunks:
+    held, record = saved.held(stored), saved.record_of(stored.local.storage)
+    for chunk in held.chunks:
         yield RankTensor(
             rank=rank,
             kind=_KINDS[type(stored)],
             dtype=dtype_named(stored.dtype),
             shape=stored.shape,
             chunk=chunk._replace(rank=rank),
-            layout=layout,
+            layout=held.layout,
             crc=record.crc,
             fills_record=chunk.data.length == record.length,
-            flaw=None if flaw is None else flaw.message.removesuffix("."),
+            flaw=None if held.flaw is None else held.flaw.message.removesuffix("."),
         )
 
 
@@ -198,15 +198,17 @@ def entries_of(
     sections of objects are found here. ``ranks`` are those of the files, by their paths. ``files``
     are read only to compare small replicas.
     """
-    whole = {path for path, held in objects.items() if not _holds_tensors(held[0])}
+    both = [path for path in objects if path in tensors]
+    whole = {path for path, held in objects.items() if not _holds_tensors(held[0])}.difference(both)
     sections = names.sections_of(list(dict.fromkeys([*tensors, *objects])), objects=whole)
-    replicas = Replicas()
-    for path in [path for path in objects if path in tensors]:
-        here, one = tensors[path][0].rank, objects[path][0]
-        there = f"on rank {ranks[one.data.path]} it is a {one.type_name or 'plain value'}"
-        how = "a tensor" if path in whole else "read"
-        replicas.complaints[one.fqn] = f"it is {how} on rank {here}, and {there}"
-    torn = _add_tensors(replicas, tensors, sections, files)
+    replicas, comparison, apart = Replicas(_of_two_places(sections)), _Comparison(files), set()
+    for path in both:
+        own = [replace(one, section=sections[path]) for one in objects[path]]
+        if _kept_apart(replicas, tensors[path], own, ranks, comparison):
+            apart.add(path)
+    torn = _add_tensors(
+        replicas, {p: t for p, t in tensors.items() if p not in apart}, sections, comparison
+    )
     for path, held in objects.items():
         if path not in tensors:  # else said of the tensor
             _add_object(replicas, held, sections[path], ranks)
@@ -218,8 +220,8 @@ def entries_of(
             f"Replicas too large to be compared in passing: {some(uncompared)}. verify "
             "and --check compare them; a copy without --check takes those of the lowest rank."
         )
-    wrong = [one for one, _ in replicas.differing if isinstance(one, TensorEntry)]
     hint = LEAVE_OUT if any(entry.layout is not None for entry in found) else JOINED_BY_OWNER
+    wrong = [one for one, _ in replicas.differing if isinstance(one, TensorEntry)]
     if any(entry.section == "optim" and entry.shape for entry in wrong):
         hint = _FLAT_SHARDS
     torn_problem = [replicas_differ(torn)] if torn else []
@@ -234,21 +236,57 @@ def entries_of(
     )
 
 
+def _of_two_places(paths: Iterable[Path]) -> dict[str, str]:
+    """Complaints of names that stand at different places in the files of two ranks."""
+    found: dict[str, Path] = {}
+    complaints = {}
+    for path in paths:
+        fqn = names.join(path)
+        first = found.setdefault(fqn, path)
+        if first != path:
+            complaints[fqn] = f"it is {list(first)} on some ranks, and {list(path)} on others"
+    return complaints
+
+
 def _holds_tensors(entry: ObjectEntry) -> bool:
     """Whether tensors are in it, which cannot be read."""
     return isinstance(entry.flaw, UnsupportedError)
+
+
+def _kept_apart(
+    replicas: Replicas,
+    parts: Sequence[RankTensor],
+    objects: Sequence[ObjectEntry],
+    ranks: Mapping[str, int],
+    comparison: _Comparison,
+) -> bool:
+    """Take in what is a tensor on some ranks and none on others (a random state, or None), where
+    each rank may have its own; else a complaint. Gives whether it was taken in.
+    """
+    one = objects[0]
+    is_own = one.section == "other" and all(part.is_plain and not part.flaw for part in parts)
+    if not is_own or one.fqn in replicas.complaints:
+        how = "read" if _holds_tensors(one) else "a tensor"
+        there = f"on rank {ranks[one.data.path]} it is a {one.type_name or 'plain value'}"
+        replicas.complaints[one.fqn] = f"it is {how} on rank {parts[0].rank}, and {there}"
+        return False
+    held: list[tuple[int, Entry]] = [(ranks[other.data.path], other) for other in objects]
+    held += [(p.rank, _joined(one.path, one.section, [p], comparison)[0]) for p in parts]
+    held.sort(key=itemgetter(0))
+    replicas.add_unequal(held[0][1], held, rank=None, how="")
+    return True
 
 
 def _add_tensors(
     replicas: Replicas,
     tensors: Mapping[Path, Sequence[RankTensor]],
     sections: Mapping[Path, Section],
-    files: Files,
+    comparison: _Comparison,
 ) -> dict[str, str]:
     """Take in the tensors as the ranks hold them; gives the rows of shards on which two ranks
     differ, and which ranks these are, by the names of the tensors.
     """
-    comparison, torn = _Comparison(files), dict[str, str]()
+    torn: dict[str, str] = {}
     for path, parts in tensors.items():
         entry, unequal = _joined(path, sections[path], parts, comparison)
         flaws = (part.flaw for part in parts if part.flaw is not None)

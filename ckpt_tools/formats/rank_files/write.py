@@ -32,6 +32,7 @@ from ckpt_tools.core.plan import (
     placed_tree,
     reads_of,
     refuse_types_not_in_torch,
+    require_mesh_size,
 )
 from ckpt_tools.core.state_tree import Branch, nested
 from ckpt_tools.errors import UsageError
@@ -75,13 +76,14 @@ def plan_files(
     ``model``. Each torch reads only the DeviceMesh of its own `generations`. Tensors and objects
     are where ``tree`` has their names, else at their paths.
 
-    Raises UsageError for a torch that has none and for a naming without a rank, IncompleteError
-    when the source's chunks do not cover a tensor, UnsupportedError for an object that was not
-    opened and for paths that exclude each other.
+    Raises UsageError for a torch that has none, when a layout's mesh has another size than ``mesh``
+    or the naming has no rank, IncompleteError when the source's chunks do not cover a tensor,
+    UnsupportedError for an object that was not opened and for paths that exclude each other.
     """
     mesh, naming = options.mesh, _NAMING if options.rank_name is None else options.rank_name
     generation = generation_of(parse_version(options.torch_version or str(NEWEST)))
     refuse_types_not_in_torch(targets)
+    require_mesh_size(targets, mesh.size)
     files: list[PlannedFile] = []
     whole = placed_tree(targets, objects, options.tree)
     parts = {str(name): part for name, part in whole.pairs() if isinstance(part, Branch)}

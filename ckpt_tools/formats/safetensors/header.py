@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -64,18 +64,24 @@ USUAL_HOME = Home((), "model")
 class Header:
     """Everything before the data: free strings, the tensors by name, and where the data ends.
 
-    ``end`` is a byte offset in the file; a sound file is exactly that long. Of a file that is part
-    of a checkpoint, `placed` adds what the strings say: ``offsets`` are where each tensor's box
-    begins, in elements, None when the file holds whole tensors; ``homes`` are the containers and
-    sections that it states, if any.
+    ``end`` is a byte offset in the file; a sound file is exactly that long.
     """
 
     path: str
     metadata: dict[str, str]
     tensors: dict[str, Stored]
     end: int
-    offsets: Mapping[str, tuple[int, ...]] | None = None
-    homes: Mapping[str, Home] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedHeader(Header):
+    """That of a part of a checkpoint, with what its strings say: ``offsets`` are where each
+    tensor's box begins, in elements, None when the file holds whole tensors; ``homes`` are the
+    containers and sections that it states, if any.
+    """
+
+    offsets: Mapping[str, tuple[int, ...]] | None
+    homes: Mapping[str, Home] | None
 
 
 def read_header(files: Files, path: str, *, offset: int = 0, length: int | None = None) -> Header:
@@ -120,14 +126,14 @@ def parse_header(files: Files, path: str, *, offset: int, length: int) -> Header
     return Header(path, metadata, tensors, _check_tiling(tensors, path=path, start=start))
 
 
-def placed(header: Header) -> Header:
+def placed(header: Header) -> PlacedHeader:
     """The header with what its strings say of boxes and sections, as both are written.
 
     Raises UnreadableError when that is unsound.
     """
-    offsets = _offsets(header)
-    homes = homes_in(header.metadata, header.tensors, header.path)
-    return replace(header, offsets=offsets, homes=homes)
+    path, metadata, tensors = header.path, header.metadata, header.tensors
+    offsets, homes = _offsets(header), homes_in(metadata, tensors, path)
+    return PlacedHeader(path, metadata, tensors, header.end, offsets, homes)
 
 
 def length_problem(header: Header, *, end: int) -> UnreadableError | None:

@@ -26,8 +26,8 @@ from ckpt_tools.formats.numbered import Reading, absent, owners, two_saves
 from ckpt_tools.formats.safetensors.header import (
     SECTIONS_KEY,
     SHARDING_INFO,
-    Header,
     Home,
+    PlacedHeader,
     Stored,
 )
 from ckpt_tools.formats.slices import both_hold
@@ -38,11 +38,11 @@ _KNOWN = frozenset({"format", SECTIONS_KEY, SHARDING_INFO, "DCP_VERSION"})
 _MOST_RANKS = 100_000
 
 # What one file holds of a tensor.
-_Held: TypeAlias = "tuple[Header, Stored]"
+_Held: TypeAlias = "tuple[PlacedHeader, Stored]"
 
 
 def join(
-    parts: Sequence[Header], *, weight_map: Mapping[str, str]
+    parts: Sequence[PlacedHeader], *, weight_map: Mapping[str, str]
 ) -> tuple[list[TensorEntry], list[CheckpointError]]:
     """The tensors of all files, sorted by name, and what keeps them from being whole; a name in two
     files is a problem unless boxes differ.
@@ -75,7 +75,7 @@ def join(
     return tensors, problems
 
 
-def strings_of(parts: Sequence[Header]) -> dict[str, str | None]:
+def strings_of(parts: Sequence[PlacedHeader]) -> dict[str, str | None]:
     """What the headers of all files say beside their tensors, by name: after all else, as None,
     what is not the same in each.
     """
@@ -133,7 +133,7 @@ def _entry(
     return entry
 
 
-@lru_cache(maxsize=4096)  # one file has thousands of tensors
+@lru_cache(maxsize=1 << 16)  # files: each has thousands of tensors
 def _rank_of(path: str) -> int | None:
     match = SHARD.fullmatch(Path(path).name)
     return int(match[1]) - 1 if match else None

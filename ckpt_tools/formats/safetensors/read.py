@@ -28,7 +28,7 @@ from ckpt_tools.formats.numbered import (
 )
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.safetensors import join as parts_of
-from ckpt_tools.formats.safetensors.header import Header, length_problem, parse_header, placed
+from ckpt_tools.formats.safetensors.header import PlacedHeader, length_problem, parse_header, placed
 from ckpt_tools.formats.safetensors.join import SHARD
 from ckpt_tools.formats.slices import said_by_header
 from ckpt_tools.storage import paths
@@ -46,7 +46,7 @@ _CONSOLIDATED_FROM = "sharded"  # where torch's writer leaves the shards that it
 class _Reading(Reading):
     """With the header of each file, and its tensors as the checkpoint has them."""
 
-    parts: list[Header] = field(default_factory=list)
+    parts: list[PlacedHeader] = field(default_factory=list)
     tensors: list[TensorEntry] = field(default_factory=list)
 
     def read_one(self, path: str, size: int) -> Collection[str]:

@@ -59,16 +59,7 @@ def _layout(
     cut = [p.dim if isinstance(p, Shard) else None for p in placements]
     order = strided_order(mesh.shape, cut, [p.split_factor or 1 for p in stated])
     if not any(p.kind == "SS" for p in stated) and shard_order:
-        # From the first cut to the last; left to right when nothing else is said. Only the order
-        # among mesh dimensions that cut the same tensor dimension means anything.
-        ndim = len(placements)
-        cuts = [mesh_dim for _, mesh_dims in shard_order for mesh_dim in mesh_dims]
-        if len(set(cuts)) != len(cuts) or any(mesh_dim >= ndim for mesh_dim in cuts):
-            text = f"its shard order {shard_order} does not fit {ndim} mesh dimensions"
-            raise UnsupportedError(text)
-        is_usual = all(list(mesh_dims) == sorted(mesh_dims) for _, mesh_dims in shard_order)
-        uncut = (mesh_dim for mesh_dim in range(ndim) if mesh_dim not in cuts)
-        order = tuple(range(ndim)) if is_usual else (*cuts, *uncut)
+        order = _stated_order(shard_order, ndim=len(placements))
     return Layout(mesh, tuple(placements), order)
 
 
@@ -98,7 +89,9 @@ def held_box(stored: StoredDTensor, layout: Layout) -> Box:
     return box
 
 
-_box = lru_cache(maxsize=4096)(Layout.box)  # tensors that lie alike share it
+@lru_cache(maxsize=4096)
+def _box(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
+    return layout.box(shape, coordinate)
 
 
 def pieces_of(stored: StoredPieces) -> list[tuple[Box, StoredTensor]]:
@@ -128,3 +121,16 @@ def pieces_of(stored: StoredPieces) -> list[tuple[Box, StoredTensor]]:
         held.append((box, replace(local, storage_offset=offset, shape=size)))
     nothing = (0,) * len(stored.shape)
     return held or [(Box(nothing, nothing), replace(local, shape=nothing))]
+
+
+def _stated_order(shard_order: _ShardOrder, *, ndim: int) -> tuple[int, ...]:
+    """The mesh dimensions from the first cut to the last; left to right when nothing else is said.
+
+    Only the order among mesh dimensions that cut the same tensor dimension means anything.
+    """
+    cuts = [mesh_dim for _, mesh_dims in shard_order for mesh_dim in mesh_dims]
+    if len(set(cuts)) != len(cuts) or any(mesh_dim >= ndim for mesh_dim in cuts):
+        raise UnsupportedError(f"its shard order {shard_order} does not fit {ndim} mesh dimensions")
+    if all(list(mesh_dims) == sorted(mesh_dims) for _, mesh_dims in shard_order):
+        return tuple(range(ndim))
+    return (*cuts, *(mesh_dim for mesh_dim in range(ndim) if mesh_dim not in cuts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
@@ -40,6 +40,18 @@ _COUNT = 8  # bytes of a storage's number of elements
 _QUANTIZED = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
 
 
+class Held(NamedTuple):
+    """What a file holds of a tensor: boxes, and where their bytes are; ``layout`` is a DTensor's.
+
+    ``flaw`` says why it cannot be known which elements these are: the box is then that of the
+    file's own tensor.
+    """
+
+    chunks: tuple[Chunk, ...]
+    layout: Layout | None
+    flaw: UnsupportedError | None
+
+
 @dataclass(frozen=True, slots=True)
 class SavedFile:
     """A torch.save file: ``value`` is what was saved, with records in place of tensors.
@@ -53,12 +65,8 @@ class SavedFile:
     pickle: ByteRange
     record_of: Callable[[StoredStorage], Record]
 
-    def held(
-        self, stored: Stored
-    ) -> tuple[tuple[Chunk, ...], Layout | None, UnsupportedError | None]:
-        """Where the elements of a tensor are: all of it, unless it is a part of a larger one. Then
-        a DTensor's layout, and why it cannot be known which elements these are: the box is then
-        that of the file's own tensor.
+    def held(self, stored: Stored) -> Held:
+        """Where the elements of a tensor are: all of it, unless it is a part of a larger one.
 
         Raises UnreadableError when its storage is shorter than it says.
         """
@@ -76,7 +84,7 @@ class SavedFile:
             flaw = error
         record = self.record_of(stored.local.storage)
         chunks = (chunk_of(box, view, record, self.path) for box, view in boxes)
-        return tuple(chunk._replace(rank=rank) for chunk in chunks), layout, flaw
+        return Held(tuple(chunk._replace(rank=rank) for chunk in chunks), layout, flaw)
 
 
 def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:

@@ -14,22 +14,17 @@ from dataclasses import replace
 from ckpt_tools.core import names
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.dtypes import dtype_named
-from ckpt_tools.core.index import CheckpointIndex, Chunk, FileEntry, TensorEntry
-from ckpt_tools.core.layout import Layout, Replicate
+from ckpt_tools.core.index import CheckpointIndex, FileEntry, TensorEntry
+from ckpt_tools.core.layout import Replicate
 from ckpt_tools.core.text import counted, some
-from ckpt_tools.errors import (
-    CheckpointError,
-    IncompleteError,
-    UnsupportedError,
-    paths_instead,
-)
+from ckpt_tools.errors import CheckpointError, IncompleteError, paths_instead
 from ckpt_tools.formats.foreign import HEAD, sniff
 from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf, flatten
 from ckpt_tools.formats.pickle.stored import StoredDTensor
 from ckpt_tools.formats.protocol import ReadOptions
-from ckpt_tools.formats.torch_file.open import open_saved
+from ckpt_tools.formats.torch_file.open import Held, open_saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
@@ -87,7 +82,7 @@ def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointI
     leaf_paths = [*(leaf.path for leaf in state.tensors), *(leaf.path for leaf in state.objects)]
     no_tensors = frozenset(leaf.path for leaf in state.objects if not leaf.is_tensor)
     sections = names.sections_of(leaf_paths, objects=no_tensors)
-    parts = [(leaf, *saved.held(leaf.stored)) for leaf in state.tensors]
+    held = [saved.held(leaf.stored) for leaf in state.tensors]
     tensors = [
         TensorEntry(
             fqn=leaf.fqn,
@@ -95,16 +90,16 @@ def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointI
             section=sections[leaf.path],
             dtype=dtype_named(leaf.stored.dtype),
             shape=leaf.stored.shape,
-            chunks=chunks,
-            layout=layout if flaw is None else None,
+            chunks=one.chunks,
+            layout=one.layout if one.flaw is None else None,
         )
-        for leaf, chunks, layout, flaw in parts
+        for leaf, one in zip(state.tensors, held, strict=True)
     ]
     tensors.sort(key=lambda entry: entry.fqn)
     pairs = some([f"{one} and {other}" for one, other in overlapping(state.tensors)])
     overlaps = [f"Views that share elements of one storage: {pairs}."] if pairs else []
     objects = [leaf.entry(sections[leaf.path], saved.pickle) for leaf in state.objects]
-    problems = [*_problems(parts, path)]
+    problems = [*_problems(state.tensors, held, path)]
     problems += uncovered(tensors, known=frozenset().union(*(one.about for one in problems)))
     return CheckpointIndex(
         root=path,
@@ -120,12 +115,11 @@ def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointI
 
 
 def _problems(
-    parts: Sequence[tuple[TensorLeaf, tuple[Chunk, ...], Layout | None, UnsupportedError | None]],
-    path: str,
+    leaves: Sequence[TensorLeaf], held: Sequence[Held], path: str
 ) -> Iterator[CheckpointError]:
     """What keeps the tensors of the file from being whole: shards of one rank, Partial."""
     shards = []
-    for leaf, _, layout, flaw in parts:
+    for leaf, (_, layout, flaw) in zip(leaves, held, strict=True):
         if flaw is not None:
             yield flaw.reworded(f"{path}: {leaf.fqn}: {flaw.message}.").concerning((leaf.fqn,))
         elif isinstance(leaf.stored, StoredDTensor) and layout is not None:
@@ -141,7 +135,7 @@ def _problems(
     alike = [name for name in paths.names_in(folder) if name.endswith(suffix)]
     yield IncompleteError(
         f"{path} holds the shards of {who} of a mesh {layout.mesh}, not whole tensors: "
-        f"{len(shards)} of {len(parts)} tensors, {fqn} among them. "
+        f"{len(shards)} of {len(leaves)} tensors, {fqn} among them. "
         f"The files of the other {layout.mesh.size - 1} ranks are needed.",
         hint="Give the folder of all ranks' files, or a quoted glob of them.",
         # Alone, it is what the folder means, too.

@@ -33,7 +33,13 @@ from ckpt_tools.formats.protocol import (
     plain_parts,
     ready,
 )
-from ckpt_tools.formats.zip.read import Archive, archive_in, ends_of, read_archive
+from ckpt_tools.formats.zip.read import (
+    Archive,
+    VaryingRecord,
+    archive_in,
+    ends_of,
+    read_archive,
+)
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window, batches
 
@@ -52,17 +58,16 @@ Block: TypeAlias = Callable[[int, int], tuple[bytes | bytearray, int]]
 
 
 class Frame(NamedTuple):
-    """The bytes before the record ``name``, and those after it, which begin at ``tail_at``.
+    """The bytes before the record ``varying[0]``, and those after it, which begin at ``tail_at``.
 
-    ``parts`` are what is equal of the tail, with their places in it. ``varying`` are start, end and
-    place of the CRC-32 of records that differ, first of this one, relative to the archive.
+    ``parts`` are what is equal of the tail, with their places in it. ``varying`` are the records
+    that differ; all places are relative to the archive.
     """
 
-    name: str
     head: bytes
     tail_at: int
     parts: tuple[tuple[int, bytes], ...]
-    varying: tuple[tuple[int, int, int], ...]
+    varying: tuple[VaryingRecord, ...]
 
     def ends(self, block: bytes | bytearray, at: int) -> bool:
         """Whether this is the tail of such an archive."""
@@ -77,13 +82,14 @@ class Frame(NamedTuple):
         """
         tail, at = block(self.tail_at, data.length - self.tail_at)
         zero = at - self.tail_at
-        (first, last, crc_at), *others = self.varying
-        crc = _uint32(tail, zero + crc_at)
-        for start, end, crc_at in others:
-            if crc32(tail[zero + start : zero + end]) != _uint32(tail, zero + crc_at):
+        one, *others = self.varying
+        for other in others:
+            crc = _uint32(tail, zero + other.sums[0])
+            if crc32(tail[zero + other.start : zero + other.end]) != crc:
                 return None
-        elements = ByteRange(data.path, data.offset + first, last - first)
-        return StoredCrc(elements, crc, f"record {self.name!r}") if crc else None
+        elements = ByteRange(data.path, data.offset + one.start, one.end - one.start)
+        crc = _uint32(tail, zero + one.sums[0])
+        return StoredCrc(elements, crc, f"record {one.name!r}") if crc else None
 
 
 class KnownArchives(Generic[T]):
@@ -110,32 +116,33 @@ class KnownArchives(Generic[T]):
         return len(self._known.get(length, ())) < _MOST_OF_ONE_LENGTH
 
     def learn(self, archive: Archive, name: str, learned: T) -> Frame | None:
-        """Remember an archive by all but this record: not when much stands around that, or that is
-        damaged, or not as torch writes it.
-        """
-        if not self.has_room(archive.length):
-            return None
-        try:
-            varying = archive.varying((name, _SERIAL))
-            start, tail_at, _ = varying[0]
-            if max(start, archive.length - tail_at) > MAX_FRAME:
-                return None
-            head, tail = archive.taken(0, start), archive.taken(tail_at, archive.length)
-        except UnreadableError:
-            return None  # damaged where nothing is read from: good for itself, no example
-        holes = [(start, end) for start, end, _ in varying[1:]]
-        holes += [(at, at + 4) for *_, sums in varying for at in sums]
-        if min(holes)[0] < tail_at:
-            return None  # its sums stand before the elements, which torch does not do
-        parts, at = [], 0
-        for start, end in sorted(holes):
-            parts.append((at, tail[at : start - tail_at]))
-            at = end - tail_at
-        parts.append((at, tail[at:]))
-        places = tuple((start, end, sums[0]) for start, end, sums in varying)
-        frame = Frame(name, head, tail_at, tuple(parts), places)
-        self._known.setdefault(archive.length, []).append((frame, learned))
+        """Remember an archive by all but this record, when little stands around that."""
+        frame = frame_of(archive, name) if self.has_room(archive.length) else None
+        if frame is not None:
+            self._known.setdefault(archive.length, []).append((frame, learned))
         return frame
+
+
+def frame_of(archive: Archive, name: str) -> Frame | None:
+    """What stands around a record; None when it is much, or damaged, or not as torch writes it."""
+    try:
+        varying = archive.varying((name, _SERIAL))
+        start, tail_at = varying[0].start, varying[0].end
+        if max(start, archive.length - tail_at) > MAX_FRAME:
+            return None
+        head, tail = archive.taken(0, start), archive.taken(tail_at, archive.length)
+    except UnreadableError:
+        return None  # damaged where nothing is read from: good for itself, no example for others
+    holes = [(one.start, one.end) for one in varying[1:]]
+    holes += [(at, at + 4) for one in varying for at in one.sums]
+    if min(holes)[0] < tail_at:
+        return None  # its sums stand before the elements, which torch does not do
+    parts, at = [], 0
+    for start, end in sorted(holes):
+        parts.append((at, tail[at : start - tail_at]))
+        at = end - tail_at
+    parts.append((at, tail[at:]))
+    return Frame(head, tail_at, tuple(parts), tuple(varying))
 
 
 def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:

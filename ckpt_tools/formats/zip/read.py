@@ -58,6 +58,17 @@ class Record(NamedTuple):
     crc: int | None
 
 
+class VaryingRecord(NamedTuple):
+    """A record's content from ``start`` to ``end``, and where its CRC-32 stands: first in the
+    directory, then, in archives of torch, behind the content. All are relative to the archive.
+    """
+
+    name: str
+    start: int
+    end: int
+    sums: tuple[int, ...]
+
+
 class _DirectoryEntry(NamedTuple):
     """What the central directory says of a record; ``header`` and ``crc_at``, where its CRC
     stands, are relative to the archive.
@@ -128,21 +139,18 @@ class Archive:
         """The bytes from ``start`` to ``end`` of the archive."""
         return self._bytes.take(start, end - start)
 
-    def varying(self, names: Iterable[str]) -> list[tuple[int, int, tuple[int, ...]]]:
+    def varying(self, names: Iterable[str]) -> list[VaryingRecord]:
         """Where archives differ that are equal but for the contents of these records, as far as
-        they are there: start and end of each content, and where its CRC-32 stands, first in the
-        directory, then, in archives of torch, behind the content. All are relative to the archive.
-
-        Raises UnreadableError as `record` does.
+        they are there. Raises UnreadableError as `record` does.
         """
         found = []
         for name in filter(self._entries.__contains__, names):
             record, entry = self.record(name), self._entries[name]
             end = record.offset - self._bytes.offset + record.length
-            sums: tuple[int, ...] = (entry.crc_at,)
+            sums = [entry.crc_at]
             if end + 8 <= self._end and self._bytes.take(end, 4) == b"PK\x07\x08":
-                sums += (end + 4,)
-            found.append((end - record.length, end, sums))
+                sums.append(end + 4)
+            found.append(VaryingRecord(name, end - record.length, end, tuple(sums)))
         return found
 
     def read(self, name: str) -> bytes:

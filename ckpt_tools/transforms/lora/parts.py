@@ -75,15 +75,7 @@ def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> AdapterP
     UnsupportedError for weights of another kind of adapter.
     """
     factors, rest = _factors(made)
-    adapters = _adapters(one.entry.fqn for one in made)
-    (name,) = adapters if adapter is None and len(adapters) == 1 else (adapter,)
-    shown = ", ".join(sorted(one or "(without a name)" for one in adapters))
-    if adapter is None and len(adapters) > 1:
-        raise UsageError(
-            f"There are {len(adapters)} adapters: {shown}.", hint="Choose with --adapter-name NAME."
-        )
-    if name not in adapters:
-        raise UsageError(f"There is no adapter {name!r}; there are: {shown}.")
+    name = _chosen(_adapters(one.entry.fqn for one in made), adapter)
     parts = AdapterParts(name)
     own = {of[:2]: sides for of, sides in factors.items() if of[2] == name}
     for (module, embedding), sides in sorted(own.items()):
@@ -209,6 +201,20 @@ def _not_understood(name: str, more: str = "") -> UnsupportedError:
         "embeddings, and modules_to_save, are understood.",
         hint=f"PEFT itself can merge or save it.{more}",
     )
+
+
+def _chosen(adapters: set[str | None], asked: str | None) -> str | None:
+    """The adapter that is meant. Raises UsageError."""
+    if asked is None and len(adapters) == 1:
+        return adapters.pop()
+    shown = ", ".join(sorted(name or "(without a name)" for name in adapters))
+    if asked in adapters and asked is not None:
+        return asked
+    if asked is None:
+        raise UsageError(
+            f"There are {len(adapters)} adapters: {shown}.", hint="Choose with --adapter-name NAME."
+        )
+    raise UsageError(f"There is no adapter {asked!r}; there are: {shown}.")
 
 
 def _bare(name: str) -> str:

@@ -401,7 +401,8 @@ def _rank_file(made: Source, rank: int) -> State:
         file.name.partition("_world_size_")[0]: torch.load(file, weights_only=False)
         for file in files
     }
-    if len(loaded) == 1 and set(loaded) != set(made.state):
+    is_of_parts = all(isinstance(part, Mapping) for part in made.state.values())
+    if len(loaded) == 1 and not (is_of_parts and set(loaded) == set(made.state)):
         return next(iter(loaded.values()))  # type: ignore[no-any-return]
     return type(made.state)((key, loaded.get(key)) for key in made.state)
 

@@ -14,7 +14,7 @@ from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import only_one_of, option
 from ckpt_tools.core.text import are, counted, some
 from ckpt_tools.errors import AnswerNo, CkptError, UsageError
-from ckpt_tools.proof.stats import Statistics, TensorStats, groups_of, stats
+from ckpt_tools.proof.stats import GroupStats, Statistics, TensorStats, groups_of, stats
 from ckpt_tools.storage.reader import Files
 
 _HELP = """Mean, standard deviation, extremes, L2 norm, NaN, infinities and zeros of each tensor.
@@ -42,17 +42,7 @@ step that cannot be read is a row with its error, and the exit code is 1.
 _HEADER = ("NAME", "DTYPE", "SHAPE", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "INF", "ZEROS")
 _CSV_HEADER = tuple(name.lower() for name in (_HEADER[0], "SECTION", *_HEADER[1:3], "NUMEL"))
 _CSV_HEADER += tuple(name.lower() for name in _HEADER[3:])
-_STEPS_HEADER = [
-    "step",
-    "section",
-    "group",
-    "tensors",
-    "numel",
-    "l2",
-    "abs_max",
-    "nonfinite",
-    "error",
-]
+_STEPS_HEADER = ("step", *GroupStats._fields, "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +131,7 @@ def _steps(asked: _Asked) -> None:
                     _refuse_nonfinite(statistics)
             except CkptError as error:
                 failures.append(error)
-                empty = [""] * (len(_STEPS_HEADER) - 2)
+                empty = ("",) * len(GroupStats._fields)
                 yield (step, *empty, error.first_line)
 
     render.emit_csv(_STEPS_HEADER, rows())

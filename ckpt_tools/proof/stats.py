@@ -136,7 +136,7 @@ def _stats(scan: Scan) -> TensorStats:
     )
 
 
-class _GroupStats(NamedTuple):
+class GroupStats(NamedTuple):
     """What the tensors of one name are together, their numbers (layers, experts) left out."""
 
     section: Section
@@ -148,7 +148,7 @@ class _GroupStats(NamedTuple):
     nonfinite: int
 
 
-def groups_of(statistics: Statistics) -> list[_GroupStats]:
+def groups_of(statistics: Statistics) -> list[GroupStats]:
     """The tensors by section and name, ``layers.0.fc.weight`` and others as ``layers.*.fc.weight``.
 
     Norms and extremes are over the finite values, those of complex numbers of their magnitudes.
@@ -158,7 +158,7 @@ def groups_of(statistics: Statistics) -> list[_GroupStats]:
         name = ".".join("*" if part.isdigit() else part for part in one.fqn.split("."))
         held.setdefault((one.section, name), []).append(one)
     return [
-        _GroupStats(
+        GroupStats(
             *(section, name, len(every), sum(one.numel for one in every)),
             l2=math.hypot(*(one.l2 or 0.0 for one in every)),
             abs_max=max(

@@ -27,6 +27,8 @@ from ckpt_tools.formats.foreign import lfs_pointer, sniff
 from ckpt_tools.storage import paths
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
+# What a rank writes of its own with use_collectives=False.
+RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 
 
 def rank_of(path: str) -> int | None:

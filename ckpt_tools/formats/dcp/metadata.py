@@ -22,7 +22,6 @@ from ckpt_tools.formats.pickle.limits import MAX_NDIM, Bound, is_word, text_boun
 from ckpt_tools.formats.pickle.load import collector_paused, placed
 from ckpt_tools.formats.pickle.machine import Machine
 from ckpt_tools.formats.pickle.nodes import Columns, Function, Global, Instance, Repeated, shown
-from ckpt_tools.formats.pickle.replay import Repetition
 from ckpt_tools.formats.pickle.settle import as_name
 from ckpt_tools.formats.pickle.stored import as_counts, dtype_name, is_dtype
 from ckpt_tools.storage.paths import inside
@@ -252,7 +251,11 @@ def load_metadata(data: bytes, *, where: str, replay_from: int = _REPLAY_FROM) -
     bytes that are damaged.
     """
     with placed(where), collector_paused():
-        replay = Repetition(_SIZE).entries_after if len(data) >= replay_from else None
+        replay = None
+        if len(data) >= replay_from:
+            from ckpt_tools.formats.pickle.replay import Repetition  # late: most files are small
+
+            replay = Repetition(_SIZE).entries_after
         machine = Machine(data, resolve=_resolved, storage=_no_storage, replay=replay)
         value, _ = machine.run()
         try:

@@ -7,7 +7,6 @@ here.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -31,7 +30,6 @@ from ckpt_tools.formats.replicas import Replicas
 from ckpt_tools.formats.slices import JOINED_BY_OWNER
 from ckpt_tools.storage.reader import Files
 
-RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _BLOCK = 1 << 20
 _SMALL = 64 << 10  # bytes of an item that is read whole
 

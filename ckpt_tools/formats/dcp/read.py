@@ -37,12 +37,10 @@ from ckpt_tools.errors import (
     UnsupportedError,
     unreadable,
 )
-from ckpt_tools.formats.dcp import per_rank
-from ckpt_tools.formats.dcp.data_files import DATA_FILE, problems_of, rank_of
+from ckpt_tools.formats.dcp.data_files import DATA_FILE, RANK_METADATA, problems_of, rank_of
 from ckpt_tools.formats.dcp.items import TORCH_SAVE, ZSTD, tensors_in
 from ckpt_tools.formats.dcp.metadata import Metadata, Storage, StorageInfo, load_metadata
 from ckpt_tools.formats.dcp.objects import open_containers
-from ckpt_tools.formats.dcp.per_rank import RANK_METADATA
 from ckpt_tools.formats.foreign import lfs_pointer, sniff
 from ckpt_tools.formats.pickle.load import collector_paused
 from ckpt_tools.formats.pickle.stored import StoredTensor
@@ -86,13 +84,18 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     sizes |= paths.sizes_of_named(path, needed - sizes.keys())
     index = _as_stated(path, metadata, sizes, needed=needed)
     refuse_special(os.path.join(path, name) for name in needed - sizes.keys())
-    index = per_rank.with_replicas(index, metadata.copies) if metadata.copies else index
+    if metadata.copies:
+        from ckpt_tools.formats.dcp import per_rank  # late, here and below: few are saved so
+
+        index = per_rank.with_replicas(index, metadata.copies)
     with Files() as files:
         if _lengths_are_bare(index):
             from ckpt_tools.formats.dcp import safetensors_data  # late: few directories have such
 
             index = safetensors_data.resolve(index, files)
         if metadata.copies or metadata.complaints:
+            from ckpt_tools.formats.dcp import per_rank
+
             index = per_rank.compared(index, metadata, files)
         if not metadata.planner_data:
             index = _with_packed(index, files)
@@ -300,6 +303,8 @@ def _read_metadata(
         parts = {int(match[1]): name for name in sizes if (match := RANK_METADATA.fullmatch(name))}
         if not parts:
             raise _no_metadata(path, sizes)
+        from ckpt_tools.formats.dcp import per_rank
+
         by_rank = {rank: load(name) for rank, name in sorted(parts.items())}
     metadata = per_rank.union(by_rank)
     needed = metadata.files.union(f"__{rank}.metadata" for rank in by_rank)

@@ -22,7 +22,6 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     runner_error,
 )
 from ckpt_tools.formats.pickle.containers import CONTAINER_FUNCTIONS
-from ckpt_tools.formats.pickle.facts import facts_of
 from ckpt_tools.formats.pickle.limits import MAX_PICKLE
 from ckpt_tools.formats.pickle.machine import CutPickleError, Machine
 from ckpt_tools.formats.pickle.nodes import Global, Opaque
@@ -114,6 +113,8 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     Raises UnsafePickleError when the pickle asks for what can run code, and UnsupportedError for
     a ShardedTensor.
     """
+    from ckpt_tools.formats.pickle.facts import facts_of  # late: state dicts are not asked
+
     tensor = Opaque("torch.Tensor")
     with placed(where), collector_paused():
         made, _ = _value(data, _Names(None), lambda _: tensor)

@@ -27,7 +27,6 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     module_error,
     unknown_error,
 )
-from ckpt_tools.formats.pickle.dump import NotPicklableError, PickleWriter, fill
 from ckpt_tools.formats.pickle.limits import (
     FREE_OPCODES,
     FREE_VALUES,
@@ -195,6 +194,9 @@ class _Settler:
     def _pickled(self, value: _Node, qualname: str) -> Opaque | PickledValue:
         if self._bytes_left <= 0 or self._opcodes_left <= 0:
             return Opaque(qualname)
+        # Late: most values are numbers and texts.
+        from ckpt_tools.formats.pickle.dump import NotPicklableError, PickleWriter, fill
+
         writer = PickleWriter(MAX_CLOSED_DEPTH)
         try:
             data = fill(writer.draft(value), ())

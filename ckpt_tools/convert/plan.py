@@ -8,9 +8,8 @@ from typing import ClassVar
 
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Mean, Target
-from ckpt_tools.core.records import Shown
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import counted, first_of, format_size
+from ckpt_tools.core.text import Shown, counted, first_of, format_size
 from ckpt_tools.transforms.base import Works
 
 

@@ -12,22 +12,6 @@ from ckpt_tools.core.geometry import Box
 Json = Union[None, bool, int, float, str, Sequence["Json"], Mapping[str, "Json"]]  # noqa: UP007 (names itself)
 
 
-class Shown:
-    """A result that shows itself as its `__str__` does, at most 15 lines, in a notebook, too."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        """The same lines."""
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        """The same lines, as HTML."""
-        from html import escape  # late: only notebooks ask for it
-
-        return f"<pre>{escape(str(self))}</pre>"
-
-
 def as_json(value: object) -> Json:
     """A record as a dict of its fields, whatever is in them, as JSON has it.
 

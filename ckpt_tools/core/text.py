@@ -111,3 +111,19 @@ def rank_spans(ranks: Sequence[int], comma: str = ",") -> str:
 def utc(seconds: float) -> str:
     """A time in seconds since 1970 as ISO 8601 in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+class Shown:
+    """A result that shows itself as its `__str__` does, at most 15 lines, in a notebook, too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """The same lines."""
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """The same lines, as HTML."""
+        from html import escape  # late: only notebooks ask for it
+
+        return f"<pre>{escape(str(self))}</pre>"

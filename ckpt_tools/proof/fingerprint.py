@@ -40,7 +40,8 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.core.records import Json, Shown, as_json
+from ckpt_tools.core.records import Json, as_json
+from ckpt_tools.core.text import Shown
 from ckpt_tools.errors import UnreadableError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, canonical_names, clean_name
 from ckpt_tools.proof.pairs import located_batches

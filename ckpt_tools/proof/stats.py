@@ -21,8 +21,8 @@ from ckpt_tools.copying.read import fetching, read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.core.records import Json, Shown, as_json, record_json
-from ckpt_tools.core.text import counted, first_of
+from ckpt_tools.core.records import Json, as_json, record_json
+from ckpt_tools.core.text import Shown, counted, first_of
 from ckpt_tools.proof.anomalies import Anomaly, anomalies_of, zero_row_anomalies
 from ckpt_tools.proof.pairs import located_batches
 from ckpt_tools.proof.scan import Scan, scan

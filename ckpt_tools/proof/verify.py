@@ -28,8 +28,8 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.core.records import Json, Shown, as_json
-from ckpt_tools.core.text import counted, first_of, rank_spans
+from ckpt_tools.core.records import Json, as_json
+from ckpt_tools.core.text import Shown, counted, first_of, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, NotReadError, fault_in
 from ckpt_tools.proof.canonical_names import canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer

@@ -1,10 +1,13 @@
-"""For --layout: comparing hyper-parameters, and leaving out objects that cannot be written."""
+"""What of a source finds no place in an output, and a note on each; for --layout, which
+hyper-parameters are equal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from ckpt_tools import formats
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry
@@ -13,7 +16,12 @@ from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.protocol import Index
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.optimizer import Digest
+
+if TYPE_CHECKING:
+    from ckpt_tools.transforms.optimizer import Digest
+
+# What an export says of its own source.
+OWN_STRINGS = frozenset({"ckpt_tools", "source_format", "source_world_size", "proof"})
 
 
 def digest_in(source: CheckpointIndex, files: Files) -> Digest:
@@ -65,3 +73,11 @@ def note_on_unopened(lost: Sequence[ObjectEntry]) -> str:
         closed = (one.qualname for one in closed_in(entry.value) if not one.is_allowed)
         named.append(f"{entry.fqn} ({entry.type_name or next(closed, 'not opened')})")
     return f"Left out {counted(len(lost), 'object')} that cannot be written: {some(named)}."
+
+
+def left_out_strings(
+    names: Iterable[str], why: str = "this format has no place for it"
+) -> list[str]:
+    """A note on what headers say beside their tensors, which is left out; none for nothing."""
+    shown = some([name for name in names if name not in OWN_STRINGS])
+    return [f"Left out what the header's __metadata__ says ({shown}): {why}."] if shown else []

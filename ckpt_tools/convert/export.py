@@ -10,8 +10,13 @@ from hashlib import sha256
 
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
-from ckpt_tools.convert.arranging import digest_in, note_on_unopened, without_unopened
-from ckpt_tools.convert.header_strings import NO_PLACE, kept_strings, left_out_strings
+from ckpt_tools.convert.arranging import (
+    OWN_STRINGS,
+    digest_in,
+    left_out_strings,
+    note_on_unopened,
+    without_unopened,
+)
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
@@ -30,8 +35,6 @@ from ckpt_tools.transforms import frameworks
 from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
 from ckpt_tools.transforms.dtypes import DtypePolicy, master_weights_note
 from ckpt_tools.transforms.frameworks import FrameworkLayout, LayoutTarget
-from ckpt_tools.transforms.param_names import loadable
-from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +133,8 @@ def plan_export(
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     names and element types that the output cannot hold.
     """
-    chosen = select(index, options)
-    _refuse_split_adapters(index, chosen, options.steps)
+    chosen, of_ranks = _chosen(index, options)
     keeps_nesting = _keeps_nesting(options)
-    of_ranks: list[str] = []
-    if keeps_nesting and not options.keep_rank_states:  # objects go along
-        chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
     read = chosen if keeps_nesting else replace(chosen, objects=())
     with Files() as files:
         located = _whole(chosen, options, locate, files)
@@ -146,7 +145,7 @@ def plan_export(
     targets = _in_containers(targets, outcome, index, options)
     objects = tuple(e for e in located.objects if keeps_nesting and e.is_writable)
     left_out = _left_out(index, chosen, located, nested=keeps_nesting)
-    strings, gone = kept_strings(index, located, outcome.made, targets, form=options.format)
+    strings, gone = _kept_strings(index, located, outcome.made, targets, form=options.format)
     wanted = formats.PlanOptions(
         tree=located.nesting if keeps_nesting else NO_TREE,
         single_file=single_file,
@@ -167,6 +166,17 @@ def plan_export(
         objects=objects,
         tree=wanted.tree,
     )
+
+
+def _chosen(index: CheckpointIndex, options: ExportOptions) -> tuple[CheckpointIndex, list[str]]:
+    """The entries that are exported, and a note on states of ranks that one file has no use for."""
+    chosen = select(index, options)
+    _refuse_split_adapters(index, chosen, options.steps)
+    if options.keep_rank_states or not _keeps_nesting(options):  # these are objects
+        return chosen, []
+    from ckpt_tools.transforms.rank_states import ONE_FILE, without_old_ranks  # late: few keep them
+
+    return without_old_ranks(chosen, ONE_FILE)
 
 
 def _refuse_split_adapters(
@@ -210,6 +220,8 @@ def _plan_layout(
     index: CheckpointIndex, options: ExportOptions, layout: FrameworkLayout, locate: Locate
 ) -> ExportPlan:
     """Plan whole tensors and objects as the framework's own loader finds them."""
+    from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
+
     ranks = EVERY_RANK if options.keep_rank_states else ONE_FILE
     chosen = select(index, options)
     chosen, of_ranks = without_old_ranks(chosen, ranks, places=frameworks.row_of(layout).places)
@@ -221,7 +233,7 @@ def _plan_layout(
         digest = digest_in(index, files)
         wanted = LayoutTarget(options.format, formats.PlanOptions(), ranks, None, digest)
         laid = frameworks.plan(located, targets, layout, wanted)
-    gone = left_out_strings(index, NO_PLACE)
+    gone = left_out_strings(index.strings)
     return ExportPlan(
         files=laid.files,
         targets=targets,
@@ -239,6 +251,8 @@ def _whole(
     located = locate(chosen, files)
     names.require_chosen(located)
     if _keeps_nesting(options):
+        from ckpt_tools.transforms.param_names import loadable  # late: most take tensors alone
+
         return loadable(formats.open_objects(located, files))
     if not chosen.tensors:
         raise AnswerNo(f"{chosen.root}: these filters choose only objects, no tensors.")
@@ -347,6 +361,47 @@ def _left_out(
         skipped = counted(len(chosen.objects), "object")
         notes.append(f"Left out {skipped}, because only tensors are written: {shown}.")
     return notes
+
+
+def _kept_strings(
+    index: CheckpointIndex,
+    located: CheckpointIndex,
+    made: Sequence[TransformedTensor],
+    targets: Sequence[Target],
+    *,
+    form: str,
+) -> tuple[dict[str, str], list[str]]:
+    """What headers of the source say beside their tensors (safetensors' ``__metadata__``) that is
+    true of these targets, and notes on what is left out.
+
+    It may say how to read the tensors, as torchao's and ComfyUI's does, or what they mean, as the
+    alpha of a LoRA: a reader goes wrong without it. Nobody here knows of what it speaks, so it goes
+    along where names, types, shapes and values are those that it was written for. ``made`` are the
+    targets' tensors, from those of ``located`` and of ``index``.
+    """
+    if not index.strings:
+        return {}, []
+    chunks = {entry.fqn: entry.chunks for entry in located.tensors}
+    is_same = all(
+        len(one.origins) == 1 and one.entry.chunks == chunks.get(one.origins[0]) for one in made
+    )
+    now = {target.fqn: target.entry.shape for target in targets}
+    written_for = {fqn: shape for fqn, (_, shape) in index.strings_for.items()}
+    if not formats.named(form).strings:
+        return {}, left_out_strings(index.strings)
+    changed = None
+    if not is_same or not now.items() <= written_for.items():
+        changed = "tensors were changed or renamed"
+    elif len(now) < len(written_for):
+        changed = "tensors were left out"
+    elif any(target.dtype != index.strings_for[target.fqn][0] for target in targets):
+        changed = "element types were changed"
+    if changed is not None:
+        return {}, left_out_strings(index.strings, f"{changed}, and it may be of them")
+    differing = [name for name, text in index.strings.items() if text is None]
+    stated = ((n, text) for n, text in index.strings.items() if n not in OWN_STRINGS)
+    same = {name: text for name, text in stated if text is not None}
+    return same, left_out_strings(differing, "it is not the same in all files")
 
 
 def _provenance(index: CheckpointIndex, *, check: bool) -> dict[str, str]:

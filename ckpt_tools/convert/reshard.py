@@ -18,7 +18,6 @@ from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.infer_mesh import cut_of
 from ckpt_tools.convert import arranging
 from ckpt_tools.convert.export import renamed
-from ckpt_tools.convert.header_strings import NO_PLACE, left_out_strings
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
@@ -203,7 +202,7 @@ def plan_reshard(
         chosen=chosen,
         mesh=options.mesh,
         inside=len(opened.tensors) - len(chosen.tensors),
-        notes=(*index.notes, *notes, *left_out_strings(index, NO_PLACE)),
+        notes=(*index.notes, *notes, *arranging.left_out_strings(index.strings)),
         source=formats.to_locate_in(index),
         objects=laid.last.objects,
         tree=laid.last.nesting,

@@ -9,14 +9,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transforms import quantized
-from ckpt_tools.transforms.quantized import Quantized
+
+if TYPE_CHECKING:
+    from ckpt_tools.transforms.quantized import Quantized
 
 # What optimizers of mixed precision call their own float32 copy of a weight.
 _MASTERS = frozenset({"master_param", "master_weight", "master", "fp32_param", "param"})
@@ -61,7 +63,9 @@ class DtypePolicy:
     @cached_property
     def quantized(self) -> Quantized:
         """The quantized weights of the source, by its own names."""
-        return quantized.recognise(self.source)
+        from ckpt_tools.transforms.quantized import recognise  # late: casts alone ask
+
+        return recognise(self.source)
 
     @cached_property
     def _matchers(self) -> list[tuple[Callable[[str], bool], DType | None]]:
@@ -89,8 +93,9 @@ class DtypePolicy:
         Raises UsageError for a bad pattern, for a cast of packed codes, and for one of tensors that
         may belong to a quantized weight.
         """
-        asked = self.dtype is not None or self._matchers
-        known = self.quantized if asked else quantized.NONE
+        if self.dtype is None and not self._matchers:
+            return {entry.fqn: entry.dtype for entry, _ in made}, []
+        known = self.quantized
         chosen: dict[str, DType] = {}
         kept: list[_Made] = []
         cast: list[str] = []

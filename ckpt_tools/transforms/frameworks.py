@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core import names
@@ -26,10 +26,11 @@ from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.formats.frameworks import HUB_FOLDER, RANDOM_STATES, folder_of_save
 from ckpt_tools.storage import paths
-from ckpt_tools.transforms import optimizer, param_names
 from ckpt_tools.transforms.base import copied_file, small_file
-from ckpt_tools.transforms.optimizer import Digest, ParamNames, Shape
-from ckpt_tools.transforms.rank_states import TargetRanks
+
+if TYPE_CHECKING:
+    from ckpt_tools.transforms.optimizer import Digest, ParamNames, Shape
+    from ckpt_tools.transforms.rank_states import TargetRanks
 
 FrameworkLayout = Literal[
     "plain",
@@ -84,6 +85,8 @@ class _Job(NamedTuple):
         """The optimizer in the framework's shape."""
         if self.optim is None:
             return None
+        from ckpt_tools.transforms import optimizer  # late, as all that only --layout needs
+
         if self.row.shape == "flattened":
             return optimizer.flattened(self.optim)
         if self.row.shape == "numbered":
@@ -163,6 +166,8 @@ class _Framework(NamedTuple):
 
 def _job(index: CheckpointIndex, target: LayoutTarget, row: _Framework) -> _Job:
     """Take everything out of its container."""
+    from ckpt_tools.transforms import param_names
+
     optimizers = param_names.optimizers_of(index)
     if len(optimizers) > 1:
         shown = ", ".join(sorted(map(names.join, optimizers)))
@@ -367,6 +372,8 @@ def _own(index: CheckpointIndex, section: str, otherwise: str) -> str:
 
 def _composer(job: _Job) -> _Arranged:
     """One sharded checkpoint of Composer: all of it in ``state``."""
+    from ckpt_tools.transforms import param_names
+
     # It calls the optimizer by its class, which other frameworks do not save.
     paths = param_names.optimizers_of(job.source)
     own = (path for path in paths if path[:2] == ("state", "optimizers") and len(path) > 2)

@@ -141,9 +141,6 @@ class Quantized(NamedTuple):
         return member is not None and member.weight == name and member.family not in _UNPACKED
 
 
-NONE = Quantized({}, frozenset(), {})
-
-
 def recognise(index: CheckpointIndex) -> Quantized:
     """The quantized weights of a checkpoint, from names, types and shapes alone."""
     tensors = {entry.fqn: entry for entry in index.tensors}

@@ -19,6 +19,7 @@ import click
 from ckpt_tools.cli import choosing, options, progress, render
 from ckpt_tools.cli.group import error_json, say
 from ckpt_tools.core import records
+from ckpt_tools.core.coverage import describe
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
@@ -27,7 +28,6 @@ from ckpt_tools.errors import AnswerNo, CkptError, UsageError
 from ckpt_tools.formats import Saved, read_index, run_of
 from ckpt_tools.proof.compare import Comparison, compare, compare_checkpoints
 from ckpt_tools.proof.fingerprint import is_fingerprint, load
-from ckpt_tools.proof.spans import describe
 from ckpt_tools.proof.verify import (
     VerifyReport,
     bytes_to_read,

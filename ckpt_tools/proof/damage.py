@@ -6,10 +6,13 @@ that they can be read.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from operator import itemgetter
 from threading import local
 from typing import NamedTuple
@@ -22,7 +25,6 @@ from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import format_size, some
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart
-from ckpt_tools.proof.spans import IntervalMap
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
 
@@ -319,3 +321,35 @@ class _Checker:
             nbytes = sizes.checked_edge if self._seen else sizes.checked
             window = self._own.window = Window(self._files, nbytes)
         return window
+
+
+class IntervalMap:
+    """Finds which byte ranges of a sequence overlap another one, by their places in it."""
+
+    def __init__(self, ranges: Sequence[ByteRange]) -> None:
+        self._ranges = ranges
+        self._places: dict[str, list[int]] = defaultdict(list)
+        for place in sorted(range(len(ranges)), key=lambda place: ranges[place].offset):
+            self._places[ranges[place].path].append(place)
+        self._starts, self._ends = dict[str, list[int]](), dict[str, list[int]]()
+        for path, places in self._places.items():
+            self._starts[path] = [ranges[place].offset for place in places]
+            # Of a range and all before it: so these ascend, too.
+            ends = (ranges[place].offset + ranges[place].length for place in places)
+            self._ends[path] = list(accumulate(ends, max))
+
+    def meeting(self, data: ByteRange) -> list[int]:
+        """Places of the ranges that have bytes in common with this one."""
+        if data.path not in self._starts or data.length == 0:
+            return []
+        first = bisect_right(self._ends[data.path], data.offset)
+        last = bisect_left(self._starts[data.path], data.offset + data.length)
+        return [
+            place
+            for place in self._places[data.path][first:last]
+            if data.offset < self._ranges[place].offset + self._ranges[place].length
+        ]
+
+    def files(self) -> frozenset[str]:
+        """The paths of the files that have any of the ranges."""
+        return frozenset(self._starts)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.parallel import Background
-from ckpt_tools.core.coverage import uncovered
+from ckpt_tools.core.coverage import holes, uncovered
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
@@ -33,9 +33,8 @@ from ckpt_tools.core.text import Shown, counted, first_of, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, NotReadError, fault_in
 from ckpt_tools.proof.canonical_names import canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
-from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
+from ckpt_tools.proof.damage import Damage, IntervalMap, ReadResult, read_everything
 from ckpt_tools.proof.replicas import differing_replicas
-from ckpt_tools.proof.spans import IntervalMap, holes
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 

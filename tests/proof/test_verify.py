@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from size_records import DEFAULT
 
 from ckpt_tools import formats
+from ckpt_tools.core.coverage import describe, holes
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
@@ -29,8 +30,7 @@ from ckpt_tools.formats.zip.read import Archive
 from ckpt_tools.proof import damage
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
-from ckpt_tools.proof.damage import read_everything
-from ckpt_tools.proof.spans import IntervalMap, describe, holes
+from ckpt_tools.proof.damage import IntervalMap, read_everything
 from ckpt_tools.proof.verify import VerifyReport, bytes_to_read, verify, verify_quick
 from ckpt_tools.storage.reader import Files, Window
 

@@ -3,6 +3,7 @@ what can be asked of an index.
 """
 
 from ckpt_tools.formats.find import (
+    Saved,
     checkpoints_in,
     is_checkpoint,
     of_step,
@@ -32,7 +33,6 @@ from ckpt_tools.formats.registry import (
     targets,
     to_locate_in,
 )
-from ckpt_tools.formats.runs import Saved
 
 __all__ = [
     "FORMATS",

@@ -1,6 +1,7 @@
 """Finds the checkpoint that a path means, and reads its index.
 
 A path is a checkpoint, a file of one, a link to one, a folder around one or several, or a glob.
+Several of one training are a run: their steps are what names say, those of frameworks among them.
 What is in a file is not known here.
 """
 
@@ -8,12 +9,15 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex, FileEntry, FileState
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
+    AnswerNo,
     Instead,
     NotThereError,
     UnreadableError,
@@ -25,16 +29,25 @@ from ckpt_tools.formats import (
     foreign,
     frameworks,
     rank_files,
-    runs,
     slices,
     torch_file,
 )
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.registry import detect, rank_of
-from ckpt_tools.formats.runs import Saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import refuse_special
 
+# What names say of a step, the surest first: ep1-ba200, epoch=1-step=200.ckpt, global_step_200,
+# iter_0000200, checkpoint-200, epoch_2, and a bare number.
+_STEPS = (
+    r"(?<![a-z])ba(\d+)",
+    r"(?<![a-z])(?<!target_)steps?[-_=]?(\d+)",  # Modalities adds that of the run's end
+    r"(?<![a-z])iter(?:ation)?[-_=]?(\d+)",
+    r"(?<![a-z])(?:checkpoint|ckpt)[-_=]?(\d+)",
+    r"(?<![a-z])ep(?:och)?[-_=]?(\d+)",
+    r"\A(\d+)(?:\.[a-z]+)?\Z",
+)
+_SHOWN = 10  # steps of a run in an error
 _MAX_DEPTH = 4
 _MAX_FOLDERS = 5_000
 _MAX_LINK = 1_024  # bytes of a path in a text file
@@ -233,14 +246,44 @@ def _only_one_inside(folder: str, options: ReadOptions) -> str:
     )
 
 
-def checkpoints_in(folder: str) -> list[Saved]:
-    """The checkpoints below a folder by their steps, the newest last."""
+# ----------------------------------------------------------------------------------------- of a run
 
-    def is_shown(path: str) -> bool:  # also what is of no use: reading it may say what is wrong
+
+class Saved(NamedTuple):
+    """One checkpoint of a run, and its step if a name tells it."""
+
+    path: str
+    step: int | None
+
+
+def checkpoints_in(folder: str) -> list[Saved]:
+    """The checkpoints below a folder by their steps, the newest last; those without a step first.
+
+    Among them is what is of no use: reading it may say what is wrong.
+    """
+
+    def is_shown(path: str) -> bool:
         return foreign.is_foreign(path) or paths.is_unfinished(path) or is_checkpoint(path)
 
-    inside = _inside(folder, is_shown)
-    return runs.in_order(folder, [path for path in inside if not foreign.is_foreign(path)])
+    inside = [path for path in _inside(folder, is_shown) if not foreign.is_foreign(path)]
+    saved = [Saved(path, step_of(os.path.relpath(path, folder))) for path in inside]
+    return sorted(saved, key=_place)
+
+
+def step_of(path: str) -> int | None:
+    """The step in the name of a file, or of the nearest folder that tells one."""
+    for name in reversed(path.split(os.sep)):
+        for pattern in _STEPS:
+            steps = re.findall(pattern, name, re.IGNORECASE)
+            if steps:
+                return int(steps[-1])
+    return None
+
+
+def _place(saved: Saved) -> tuple[int, list[tuple[int, int, str]]]:
+    words = re.split(r"(\d+)", saved.path)
+    natural = [(1, int(w), "") if w.isdigit() else (0, 0, w) for w in words]
+    return (-1 if saved.step is None else saved.step), natural
 
 
 def run_of(path: str) -> list[Saved]:
@@ -264,9 +307,23 @@ def of_step(path: str, step: int | None) -> str:
     if not paths.is_dir(path):
         return path  # reading it will say what it is
     stepped = _stepped(path)
-    if not stepped and is_checkpoint(path) and step in (None, runs.step_of(paths.absolute(path))):
+    if not stepped and is_checkpoint(path) and step in (None, step_of(paths.absolute(path))):
         return path
-    return runs.chosen(path, stepped, step)
+    steps = sorted({own for own, _ in stepped})
+    wanted = steps[-1] if step is None and steps else step
+    found = [place for own, place in stepped if own == wanted]
+    if not steps:
+        raise AnswerNo(f"{path} has no checkpoint with a step in its name.")
+    if not found:
+        shown = ", ".join(map(str, steps[-_SHOWN:]))
+        raise AnswerNo(f"{path} has no checkpoint of step {step}; its last steps are {shown}.")
+    if len(found) > 1:
+        raise UnreadableError(
+            f"{path} has {len(found)} checkpoints of step {wanted}.",
+            hint=f"`ckpt-tools inspect {shlex.quote(path)}` says what each of them holds.",
+            instead=paths_instead(path, found, without=("--latest", "--latest-complete")),
+        )
+    return found[0]
 
 
 def steps_in(path: str) -> list[int]:

@@ -180,7 +180,7 @@ def test_verify_of_a_run_has_a_line_for_each_and_the_worst_exit_code(steps: Path
 
 
 def test_steps_are_read_from_the_names_that_frameworks_give() -> None:
-    from ckpt_tools.formats.runs import step_of
+    from ckpt_tools.formats.find import step_of
 
     told = {
         "ep3-ba200": 200,

@@ -2,7 +2,7 @@
 
 Check the paths, plan the files from the index alone, let an executor fill them in a folder beside
 OUT, compare them with the source, rename. The executor (threads, workers, the ranks of a job) is
-handed in.
+handed in; each process that copies does its share here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools import formats
 from ckpt_tools.convert.plan import Plan
@@ -18,8 +19,8 @@ from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
 from ckpt_tools.copying.out_path import Standing
 from ckpt_tools.copying.parallel import default_memory
-from ckpt_tools.copying.resume import OutputPlace
-from ckpt_tools.copying.tasks import check_memory
+from ckpt_tools.copying.resume import OutputPlace, finishing, writing
+from ckpt_tools.copying.tasks import Share, check_memory
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex, FileEntry
@@ -35,6 +36,7 @@ from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.waiting import PATIENCE
 from ckpt_tools.transforms.base import Transform
 from ckpt_tools.transforms.dtypes import parse_cast, parse_rule
 
@@ -270,3 +272,66 @@ def _compared(
         read = (plan.chosen, *plan.also)
         every = [check_copied(one, files, seen=seen, threads=options.threads) for one in read]
     return tuple(dict.fromkeys(note for notes in every for note in notes))
+
+
+# ------------------------------------------------------------------------------------- of a process
+
+
+class ShareOrder(NamedTuple):
+    """One share of a plan: what to write, where and how, and what may be used for it.
+
+    ``plans`` are those of the files that the share is in, at least. Chunks of ``source`` that they
+    read are located before they are read; None when all of them are. A store is waited for
+    ``patience`` seconds.
+    """
+
+    plans: LazyPlans
+    share: Share
+    place: OutputPlace
+    options: WriteOptions
+    source: CheckpointIndex | None
+    patience: float = PATIENCE
+
+
+def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: KnownCrcs) -> int:
+    """Do one share in this process; gives the bytes of its tasks, as `copy.write_files` does.
+
+    Raises what that raises, and what keeps a chunk that it reads from being used.
+
+    ``on_bytes`` is called with 0 first, as soon as no other run may begin.
+    ``seen`` gets the CRC-32s of what is read, where the options want that.
+    """
+    from ckpt_tools.copying import (
+        write as copy,  # numpy comes with it: only those who write pay for it
+    )
+
+    options, sizes = order.options, order.options.sizes
+    is_far = order.source is not None and is_address(order.source.root)
+    if is_far and order.share.count == 1 and options.threads != 1:
+        # All that a thread of many reads of a store for a task is one round of requests.
+        sizes = replace(sizes, task=min(sizes.task, sizes.slab))
+    with (
+        Files(sizes=sizes, crcs=seen if options.checks_source else None) as files,
+        writing(order.place),
+        finishing(order.place) as finisher,
+    ):
+        locate = None
+        if order.source is not None:
+            from ckpt_tools.convert.locating import (
+                located_batches,
+            )  # late: one process has located all
+
+            locate = partial(located_batches, source=order.source, files=files)
+        on_bytes(0)
+        return copy.write_files(
+            order.plans,
+            root=order.place.unfinished,
+            files=files,
+            threads=options.threads,
+            max_memory=options.max_memory,
+            on_bytes=on_bytes,
+            share=order.share,
+            locate=locate,
+            on_file=finisher.written,
+            on_run=seen.add if options.checks_source else None,
+        )

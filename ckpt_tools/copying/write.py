@@ -36,7 +36,7 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     max_memory: int,
     on_bytes: Callable[[int], None],
     share: Share = ALL,
-    locate: Callable[[list[Task]], Iterable[list[Task]]] = lambda tasks: [tasks],
+    locate: Callable[[list[Task]], Iterable[list[Task]]] | None = None,
     on_file: Callable[[str, bool], None] | None = None,
     on_run: OnRun | None = None,
 ) -> int:
@@ -64,7 +64,7 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
             for plan in group:
                 if not plan.literals and not plan.items:  # no task writes to it
                     outputs.create(plan).close()
-            for batch in locate(tasks):
+            for batch in [tasks] if locate is None else locate(tasks):
                 count = min(
                     threads or _useful_threads(batch, sizes, processes=share.count),
                     max_memory // min(sizes.thread_memory, max_memory),

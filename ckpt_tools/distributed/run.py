@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools import formats
 from ckpt_tools.convert.plan import Plan
-from ckpt_tools.convert.write import Conversion, Executor, Locate, P, Read, WriteOptions
+from ckpt_tools.convert.write import (
+    Conversion,
+    Executor,
+    Locate,
+    P,
+    Read,
+    ShareOrder,
+    WriteOptions,
+    write_share,
+)
 from ckpt_tools.convert.write import write as write_by
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.resume import OutputPlace
@@ -30,7 +39,6 @@ from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.progress import SILENT, Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
@@ -273,6 +281,8 @@ class _Here:
                 order = order._replace(source=None)
             write_share(order, on_bytes=self.listener.on_bytes, seen=seen)
         else:
+            from ckpt_tools.distributed.workers import write_with_workers  # late: only -j has any
+
             memory = max(MIN_MEMORY, self.options.max_memory // self.workers)
             options = replace(self.options, max_memory=memory)
             shares = [Share(number, self.workers) for number in range(self.workers)]

@@ -11,9 +11,10 @@ import sys
 from multiprocessing.connection import Connection
 from threading import Thread
 
+from ckpt_tools.convert.write import ShareOrder, write_share
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.distributed import messages
-from ckpt_tools.distributed.workers import Said, ShareOrder, write_share
+from ckpt_tools.distributed.workers import Said
 from ckpt_tools.errors import CkptError
 from ckpt_tools.storage.waiting import WAITING
 

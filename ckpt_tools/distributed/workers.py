@@ -15,23 +15,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ckpt_tools.convert.locating import located_batches
-from ckpt_tools.convert.write import WriteOptions
-from ckpt_tools.copying.resume import OutputPlace, finishing, writing
-from ckpt_tools.copying.tasks import Share, Task
+from ckpt_tools.convert.write import ShareOrder
+from ckpt_tools.copying.tasks import Share
 from ckpt_tools.core.crc import KnownCrcs
-from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError
-from ckpt_tools.storage.paths import is_address
-from ckpt_tools.storage.reader import Files
-from ckpt_tools.storage.waiting import PATIENCE
 
 if TYPE_CHECKING:
     import subprocess
@@ -40,63 +32,6 @@ if TYPE_CHECKING:
 _MODULE = "ckpt_tools.distributed.worker"
 _PATIENCE = 30.0  # seconds for workers to sync what they have finished when one has failed
 Said = int | bytes | str  # of a worker
-
-
-class ShareOrder(NamedTuple):
-    """One share of a plan: what to write, where and how, and what may be used for it.
-
-    ``plans`` are those of the files that the share is in, at least. Chunks of ``source`` that they
-    read are located before they are read; None when all of them are. A store is waited for
-    ``patience`` seconds.
-    """
-
-    plans: LazyPlans
-    share: Share
-    place: OutputPlace
-    options: WriteOptions
-    source: CheckpointIndex | None
-    patience: float = PATIENCE
-
-
-def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: KnownCrcs) -> int:
-    """Do one share in this process; gives the bytes of its tasks, as `copy.write_files` does.
-
-    Raises what that raises, and what keeps a chunk that it reads from being used.
-
-    ``on_bytes`` is called with 0 first, as soon as no other run may begin.
-    ``seen`` gets the CRC-32s of what is read, where the options want that.
-    """
-    from ckpt_tools.copying import (
-        write as copy,  # numpy comes with it: only those who write pay for it
-    )
-
-    options, sizes = order.options, order.options.sizes
-    is_far = order.source is not None and is_address(order.source.root)
-    if is_far and order.share.count == 1 and options.threads != 1:
-        # All that a thread of many reads of a store for a task is one round of requests.
-        sizes = replace(sizes, task=min(sizes.task, sizes.slab))
-    with (
-        Files(sizes=sizes, crcs=seen if options.checks_source else None) as files,
-        writing(order.place),
-        finishing(order.place) as finisher,
-    ):
-
-        def locate(tasks: list[Task]) -> Iterable[list[Task]]:
-            return [tasks] if order.source is None else located_batches(tasks, order.source, files)
-
-        on_bytes(0)
-        return copy.write_files(
-            order.plans,
-            root=order.place.unfinished,
-            files=files,
-            threads=options.threads,
-            max_memory=options.max_memory,
-            on_bytes=on_bytes,
-            share=order.share,
-            locate=locate,
-            on_file=finisher.written,
-            on_run=seen.add if options.checks_source else None,
-        )
 
 
 def write_with_workers(

@@ -26,7 +26,7 @@ from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.export import ExportOptions, export_of, plan_export
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, plan_reshard, reshard_of
-from ckpt_tools.convert.write import Conversion, Read, WriteOptions
+from ckpt_tools.convert.write import Conversion, Read, ShareOrder, WriteOptions, write_share
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import Share, cut
 from ckpt_tools.copying.write import write_files
@@ -55,7 +55,7 @@ from ckpt_tools.distributed.heartbeat import Heartbeat
 from ckpt_tools.distributed.meeting import meet
 from ckpt_tools.distributed.run import dry_run, write_here
 from ckpt_tools.distributed.run import run as run_conversion
-from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
+from ckpt_tools.distributed.workers import write_with_workers
 from ckpt_tools.errors import (
     AnswerNo,
     CkptError,

@@ -15,12 +15,12 @@ from ckpt_tools import formats
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.convert.export import ExportOptions, ExportPlan, export_of, format_of
 from ckpt_tools.convert.write import EntryOptions, WriteOptions
+from ckpt_tools.copying.parallel import Listener, ignore_bytes
 from ckpt_tools.core.dtypes import DType, require_dtype
 from ckpt_tools.core.index import CheckpointIndex, Section
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import FSDP2_NAMES, parse_mesh
 from ckpt_tools.core.names import NamePatterns
-from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.errors import UnreadableError, UsageError, in_python
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.proof import diff as _diff

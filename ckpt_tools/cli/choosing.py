@@ -15,7 +15,7 @@ import click
 
 from ckpt_tools import formats
 from ckpt_tools.cli.group import say
-from ckpt_tools.cli.progress import clock
+from ckpt_tools.cli.render import clock
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import (
     Filters,

@@ -10,7 +10,7 @@ from typing import Literal
 
 import click
 
-from ckpt_tools.cli import choosing, options, progress, render
+from ckpt_tools.cli import choosing, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, required
@@ -102,7 +102,7 @@ def command(asked: _Asked) -> None:
         compared = compare_headers(a, b, options=wanted)
     else:
         total = a.count.nbytes + b.count.nbytes
-        with progress.byte_bar(total, label="diff") as on_bytes, Files() as files:
+        with render.byte_bar(total, label="diff") as on_bytes, Files() as files:
             compared = compare_values(
                 a, b, files, options=wanted, threads=asked.threads, on_bytes=on_bytes
             )

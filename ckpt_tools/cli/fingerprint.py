@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 from dataclasses import dataclass
 
-from ckpt_tools.cli import choosing, options, progress, render
+from ckpt_tools.cli import choosing, options, render
 from ckpt_tools.copying import one_file
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
@@ -58,7 +58,7 @@ def command(asked: _Asked) -> None:
     if target is not None:
         one_file.admit(target, sources=sources, force=force)
     chosen = choosing.choose(index, asked.filters)
-    with progress.byte_bar(chosen.count.nbytes, label="fingerprint") as on_bytes, Files() as files:
+    with render.byte_bar(chosen.count.nbytes, label="fingerprint") as on_bytes, Files() as files:
         digests = fingerprint(chosen, files, threads=asked.threads, on_bytes=on_bytes)
     if not chosen.tensors:
         raise AnswerNo(f"{chosen.root} has no tensors to digest.")

@@ -1,4 +1,5 @@
-"""Rows into text: tables, JSON, CSV. It knows nothing of checkpoints or commands.
+"""Rows into text: tables, JSON, CSV; and on stderr what is being done, on a terminal alone. It
+knows nothing of checkpoints or commands.
 
 Whatever comes out of a checkpoint is made printable here, where it is printed: `emit` does it to
 each line, and what measures texts (tables, headings) to each text before.
@@ -9,15 +10,23 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from threading import Event, Thread
+from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_tools.cli.group import error_json
+from ckpt_tools.cli.group import error_json, is_dumb, is_quiet
 from ckpt_tools.core.records import Json as Json  # noqa: PLC0414 (what is emitted)
 from ckpt_tools.errors import CkptError, from_system, printable
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from tqdm import tqdm
 
 _ANSWER = "ckpt_tools.answer"
 ERROR = "ckpt-tools/error/1"  # the schema of what has an error and nothing else
@@ -26,6 +35,9 @@ _GAP = "  "
 # What is left to the first and the last column of a long table on a narrow terminal.
 _FIRST, _LAST = 8, 14
 _WIDEST = 500
+_SILENT = 2.0  # seconds after which a person wonders
+_EVERY = 1.0
+_DELAY = 0.5  # what is refused or done at once draws nothing
 
 # A label, and a text of one line or several lines.
 Fact = tuple[str, str | Sequence[str]]
@@ -264,3 +276,77 @@ def number(value: complex | None) -> str:
     if isinstance(value, (int, float)):
         return f"{value:.4g}"
     return f"{value.real:.4g}{value.imag:+.4g}j"
+
+
+# ------------------------------------------------------------------------------- what is being done
+
+
+class _Bar:
+    """A progress callback: the number of bytes done since the last call.
+
+    `expect` sets the total, without which no end is shown. Without a ``drawn`` one it does nothing.
+    """
+
+    def __init__(self, drawn: tqdm[NoReturn] | None = None) -> None:
+        self._drawn = drawn
+
+    def __call__(self, nbytes: int) -> None:
+        if self._drawn is None:
+            return
+        if not self._drawn.n:  # what was done before the first bytes does not count for the speed
+            self._drawn.start_t = self._drawn.last_print_t = time.time()
+        self._drawn.update(nbytes)
+
+    def name(self, phase: str) -> None:
+        """Say what is done from now on."""
+        if self._drawn is not None:
+            self._drawn.set_description(phase, refresh=False)
+
+    def expect(self, total: int) -> None:
+        """Set the total number of bytes."""
+        if self._drawn is not None:  # with the next bytes: a bar drawn too early is never erased
+            self._drawn.total = total
+
+
+def _is_drawn() -> bool:
+    """Whether anything is: a bar goes back to the start of its line."""
+    return sys.stderr.isatty() and not is_quiet() and not is_dumb()
+
+
+@contextmanager
+def byte_bar(total: int | None = None, *, label: str) -> Iterator[_Bar]:
+    """Yield a bar of ``total`` bytes. Nothing is drawn with --quiet, or when stderr is no
+    terminal.
+    """
+    if not _is_drawn():
+        yield _Bar()
+        return
+    from tqdm import tqdm  # late: looking commands draw no bar
+
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False, delay=_DELAY) as bar:
+        yield _Bar(bar)
+
+
+@contextmanager
+def clock(text: str) -> Iterator[None]:
+    """Say what is waited for, and for how long, once it takes more than two seconds."""
+    if not _is_drawn():
+        yield
+        return
+    done, started = Event(), time.monotonic()
+
+    def tick() -> None:
+        wait, drawn = _SILENT, ""
+        while not done.wait(wait):
+            wait, drawn = _EVERY, f"{text}: {time.monotonic() - started:.0f} s"
+            click.echo(f"{drawn}\r", nl=False, err=True)
+        if drawn:
+            click.echo(f"{' ' * len(drawn)}\r", nl=False, err=True)
+
+    thread = Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from ckpt_tools.cli import progress, render
-from ckpt_tools.cli.group import answer, say
+from ckpt_tools.cli import render
+from ckpt_tools.cli.group import answer, say, saying
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import P, WriteOptions
-from ckpt_tools.copying.parallel import choose_threads
+from ckpt_tools.copying.parallel import Listener, choose_threads
 from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.options import Heading, option, repeated
 from ckpt_tools.core.text import counted, format_size
@@ -148,7 +149,8 @@ def carried_out(
     jobs, texts = writing.jobs, texts or {}
     if writing.dry_run:
         return run.dry_run(make, out, write, engine=engine, workers=jobs, texts=texts)
-    with progress.writing() as heard:
+    with render.byte_bar(label="write") as bar:
+        heard = Listener(bar, bar.expect, saying(), partial(bar.name, "check"))
         return run.run(make, out, write, engine=engine, workers=jobs, listener=heard, texts=texts)
 
 

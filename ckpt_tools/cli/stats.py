@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools import formats
-from ckpt_tools.cli import choosing, options, progress, render
+from ckpt_tools.cli import choosing, options, render
 from ckpt_tools.cli.entries import short_shape, stats_cells
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
@@ -92,7 +92,7 @@ def command(asked: _Asked) -> None:
 def _stats(asked: _Asked, index: CheckpointIndex) -> Statistics:
     """The statistics of the chosen tensors. Raises AnswerNo for none."""
     chosen = choosing.chosen_in(index, asked.filters)
-    with progress.byte_bar(chosen.count.nbytes, label="stats") as on_bytes, Files() as files:
+    with render.byte_bar(chosen.count.nbytes, label="stats") as on_bytes, Files() as files:
         statistics = stats(chosen, files, threads=asked.threads, on_bytes=on_bytes)
     if not chosen.tensors:
         raise AnswerNo(f"{index.root} has no tensors.")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import click
 
-from ckpt_tools.cli import choosing, options, progress, render
+from ckpt_tools.cli import choosing, options, render
 from ckpt_tools.cli.group import error_json, say
 from ckpt_tools.core import records
 from ckpt_tools.core.coverage import describe
@@ -151,10 +151,10 @@ def _report(index: CheckpointIndex, asked: _Asked) -> VerifyReport:
     """Verify by headers alone, or by reading all."""
     with Files() as files:
         if asked.quick:
-            with progress.clock("checking the index"):
+            with render.clock("checking the index"):
                 report = verify_quick(index, files)
         else:
-            with progress.byte_bar(bytes_to_read(index), label="verify") as on_bytes:
+            with render.byte_bar(bytes_to_read(index), label="verify") as on_bytes:
                 report = verify(index, files, threads=asked.threads, on_bytes=on_bytes)
     ranks = asked.expect_ranks
     return report if ranks is None else expecting_ranks(report, index, ranks)
@@ -221,7 +221,7 @@ def _comparing(*sides: CheckpointIndex) -> Iterator[Callable[[int], None]]:
     for index in sides:
         if not index.tensors:
             raise AnswerNo(f"{index.root} has no tensors to compare.")
-    with progress.byte_bar(sum(one.count.nbytes for one in sides), label="compare") as on_bytes:
+    with render.byte_bar(sum(one.count.nbytes for one in sides), label="compare") as on_bytes:
         yield on_bytes
 
 

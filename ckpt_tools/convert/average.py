@@ -16,12 +16,12 @@ from ckpt_tools.convert.export import ExportOptions, ExportPlan, export_of, form
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, reshard_of
 from ckpt_tools.convert.write import Conversion, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
+from ckpt_tools.copying.parallel import Tally, ignore_bytes
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.names import NamePatterns
 from ckpt_tools.core.options import only_one_of, option
 from ckpt_tools.core.plan import FilePlan, Finder, LazyPlans, Mean
-from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.proof.pairs import EntryDiff, by_fqn, compare_entries, equal_bits

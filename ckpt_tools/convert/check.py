@@ -17,10 +17,10 @@ from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.copying.atomic_output import PROOF_FILE
+from ckpt_tools.copying.parallel import ignore_bytes
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plain_values import closed_in
-from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.errors import UnsafePickleError
 from ckpt_tools.formats.protocol import Index, ReadOptions
 from ckpt_tools.proof.check import require_intact, same_objects, same_tensors

@@ -13,12 +13,12 @@ from tempfile import TemporaryFile
 
 from ckpt_tools.convert.locating import located_tasks
 from ckpt_tools.convert.plan import Plan
+from ckpt_tools.copying.parallel import ignore_bytes
 from ckpt_tools.copying.task_writer import Output, TaskWriter
 from ckpt_tools.copying.tasks import MIN_MEMORY, InlineBytes, Slab, Task, without_slots
 from ckpt_tools.core.geometry import slabs
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan
-from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.reader import Files

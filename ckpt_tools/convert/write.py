@@ -18,7 +18,7 @@ from ckpt_tools.convert.plan import Plan
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
 from ckpt_tools.copying.out_path import Standing
-from ckpt_tools.copying.parallel import default_memory
+from ckpt_tools.copying.parallel import Listener, default_memory
 from ckpt_tools.copying.resume import OutputPlace, finishing, writing
 from ckpt_tools.copying.tasks import Share, check_memory
 from ckpt_tools.core.crc import KnownCrcs
@@ -27,7 +27,6 @@ from ckpt_tools.core.index import CheckpointIndex, FileEntry
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.plan import LazyPlans
-from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.text import parse_size
 from ckpt_tools.errors import OutputExistsError

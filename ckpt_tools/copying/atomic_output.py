@@ -28,6 +28,7 @@ from ckpt_tools.copying.out_path import (
     refuse_source,
     replaced_of,
 )
+from ckpt_tools.copying.parallel import ignore_note
 from ckpt_tools.copying.resume import (
     Manifest,
     OutputPlace,
@@ -38,7 +39,6 @@ from ckpt_tools.copying.resume import (
 )
 from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.plan import LazyPlans
-from ckpt_tools.core.progress import ignore_note
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import (
     CheckpointError,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 
-from ckpt_tools.copying.parallel import IMPORTING
+from ckpt_tools.copying.parallel import IMPORTING, ignore_bytes
 from ckpt_tools.copying.strided import (
     Job,
     StridedCopy,
@@ -25,7 +25,6 @@ from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import ByteRange, TensorEntry
 from ckpt_tools.core.plan import Finder, KnownReads, ReadItem
-from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 

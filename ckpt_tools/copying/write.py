@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
-from ckpt_tools.copying.parallel import choose_threads
+from ckpt_tools.copying.parallel import Tally, choose_threads
 from ckpt_tools.copying.read import OnRun
 from ckpt_tools.copying.task_writer import BLOCK, SLOT, Output, Stopped, TaskWriter
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.crc import combine
 from ckpt_tools.core.plan import FilePlan, LazyPlans
-from ckpt_tools.core.progress import Tally
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.paths import is_address

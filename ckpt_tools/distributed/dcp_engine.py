@@ -16,11 +16,11 @@ from ckpt_tools import formats
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.reshard import ReshardOptions
 from ckpt_tools.convert.write import Locate, WriteOptions
+from ckpt_tools.copying.parallel import Listener
 from ckpt_tools.copying.resume import OutputPlace, writing
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import Target
-from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.text import some
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import begin

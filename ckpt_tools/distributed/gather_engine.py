@@ -18,6 +18,7 @@ from ckpt_tools import formats
 from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import Locate, WriteOptions
+from ckpt_tools.copying.parallel import Listener, ignore_bytes
 from ckpt_tools.copying.resume import Finisher, OutputPlace, finishing, writing
 from ckpt_tools.copying.tasks import MIN_MEMORY
 from ckpt_tools.copying.write import write_files
@@ -25,7 +26,6 @@ from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
-from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import begin, require_all_written, stopping
 from ckpt_tools.distributed.gathering import Gathering

@@ -31,12 +31,12 @@ from ckpt_tools.convert.write import (
 )
 from ckpt_tools.convert.write import write as write_by
 from ckpt_tools.copying import atomic_output, out_path
+from ckpt_tools.copying.parallel import SILENT, Listener
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, groups_of
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import LazyPlans
-from ckpt_tools.core.progress import SILENT, Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import environment
 from ckpt_tools.errors import UsageError

@@ -13,14 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ckpt_tools import formats
-from ckpt_tools.copying.parallel import IMPORTING
+from ckpt_tools.copying.parallel import IMPORTING, Tally, ignore_bytes
 from ckpt_tools.copying.read import ChunkReader, OnRun, first_unequal, stream_box
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.plan import Mean
-from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
+from ckpt_tools.copying.parallel import Tally, ignore_bytes
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.index import (
     SECTIONS,
@@ -23,7 +24,6 @@ from ckpt_tools.core.index import (
     Section,
     TensorEntry,
 )
-from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.proof.canonical_names import canonical_names
 from ckpt_tools.proof.fingerprint import Fingerprint, digest_of
 from ckpt_tools.proof.pairs import (

@@ -18,10 +18,9 @@ from threading import local
 from typing import NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.copying.parallel import choose_threads, in_threads
+from ckpt_tools.copying.parallel import Tally, choose_threads, ignore_bytes, in_threads
 from ckpt_tools.core.crc import KnownCrcs, combine, crc32
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
-from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import format_size, some
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart

@@ -12,8 +12,8 @@ from operator import itemgetter
 
 from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
+from ckpt_tools.copying.parallel import Tally, ignore_bytes
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
-from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json
 from ckpt_tools.core.text import Shown, counted, first_of
 from ckpt_tools.errors import CkptError, UsageError

@@ -28,7 +28,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ckpt_tools.copying.origin import reads_one_save
-from ckpt_tools.copying.parallel import in_threads
+from ckpt_tools.copying.parallel import Tally, ignore_bytes, in_threads
 from ckpt_tools.copying.read import fetching, stream_box
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
@@ -39,7 +39,6 @@ from ckpt_tools.core.index import (
     Section,
     TensorEntry,
 )
-from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.core.text import Shown
 from ckpt_tools.errors import UnreadableError, unreadable

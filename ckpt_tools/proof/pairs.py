@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.copying.parallel import IMPORTING, in_threads
+from ckpt_tools.copying.parallel import IMPORTING, Tally, in_threads
 from ckpt_tools.copying.read import OnRun, first_unequal, stream_box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.names import require_chosen
 from ckpt_tools.core.plain_values import PlainValue
-from ckpt_tools.core.progress import Tally
 from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.paths import is_address

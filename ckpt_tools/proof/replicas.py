@@ -10,11 +10,10 @@ from dataclasses import replace
 from itertools import chain
 
 from ckpt_tools import formats
-from ckpt_tools.copying.parallel import in_threads
+from ckpt_tools.copying.parallel import Tally, ignore_bytes, in_threads
 from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.coverage import replicas_differ
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
-from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.reader import Files

@@ -16,11 +16,10 @@ import numpy as np  # noqa: TID253 - imported late, and only to read values
 from ckpt_tools import formats
 from ckpt_tools.copying.cast import numbers
 from ckpt_tools.copying.origin import reads_one_save
-from ckpt_tools.copying.parallel import in_threads
+from ckpt_tools.copying.parallel import Tally, ignore_bytes, in_threads
 from ckpt_tools.copying.read import fetching, read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
-from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, as_json, record_json
 from ckpt_tools.core.text import Shown, counted, first_of
 from ckpt_tools.proof.anomalies import Anomaly, anomalies_of, zero_row_anomalies

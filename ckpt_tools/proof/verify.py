@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
-from ckpt_tools.copying.parallel import Background
+from ckpt_tools.copying.parallel import Background, Tally, ignore_bytes
 from ckpt_tools.core.coverage import holes, uncovered
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.geometry import Box
@@ -27,7 +27,6 @@ from ckpt_tools.core.index import (
     Section,
     TensorEntry,
 )
-from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.core.text import Shown, counted, first_of, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, NotReadError, fault_in

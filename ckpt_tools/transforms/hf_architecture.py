@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.core.progress import ignore_note
+from ckpt_tools.copying.parallel import ignore_note
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.paths import open_file
 

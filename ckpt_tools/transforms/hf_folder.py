@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 from ckpt_tools import formats
+from ckpt_tools.copying.parallel import ignore_note
 from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
-from ckpt_tools.core.progress import ignore_note
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError, reason_of
 from ckpt_tools.formats.frameworks import HUB_FOLDER

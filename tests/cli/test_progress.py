@@ -9,7 +9,7 @@ import pytest
 import tqdm.std
 from launching import PATIENCE
 
-from ckpt_tools.cli import progress
+from ckpt_tools.cli import render
 
 
 @pytest.mark.parametrize(
@@ -23,14 +23,14 @@ def test_a_long_wait_is_said_on_a_terminal_and_erased(
     stderr = io.StringIO()
     monkeypatch.setattr(stderr, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(progress, "is_quiet", lambda: quiet)
-    monkeypatch.setattr(progress, "_SILENT", PATIENCE)
-    with progress.clock("reading"):
+    monkeypatch.setattr(render, "is_quiet", lambda: quiet)
+    monkeypatch.setattr(render, "_SILENT", PATIENCE)
+    with render.clock("reading"):
         pass
     assert stderr.getvalue() == ""
-    monkeypatch.setattr(progress, "_SILENT", 0.001)
+    monkeypatch.setattr(render, "_SILENT", 0.001)
     drawn = terminal and not quiet and not dumb
-    with progress.clock("reading"):
+    with render.clock("reading"):
         until = time.monotonic() + PATIENCE
         while drawn and not stderr.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
@@ -44,20 +44,19 @@ def test_a_bar_names_its_phase_and_starts_with_the_first_bytes(
     stderr = io.StringIO()
     monkeypatch.setattr(stderr, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(progress, "is_quiet", lambda: False)
-    monkeypatch.setattr(progress, "saying", lambda: print)
+    monkeypatch.setattr(render, "is_quiet", lambda: False)
     now = time.time()
     monkeypatch.setattr(tqdm.std, "time", lambda: now)
     monkeypatch.setattr(time, "time", lambda: now)
-    with progress.writing() as heard:
-        heard.on_total(4000)
+    with render.byte_bar(label="write") as bar:
+        bar.expect(4000)
         now += 5  # planning
-        heard.on_bytes(1000)
+        bar(1000)
         now += 1
-        heard.on_bytes(1000)
-        heard.on_written()
+        bar(1000)
+        bar.name("check")
         now += 1
-        heard.on_bytes(2000)
+        bar(2000)
     first, *_, last = (line for line in stderr.getvalue().split("\r") if "|" in line)
     assert first.startswith("write:  50%")
     assert last.startswith("check: 100%")

@@ -26,10 +26,10 @@ from ckpt_tools.convert.export import ExportOptions, export_of
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import write as copy
+from ckpt_tools.copying.parallel import Listener
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed.run import write_here
 from ckpt_tools.errors import UnreadableError, WriteError

@@ -23,12 +23,12 @@ from launching import PATIENCE
 from sources import DTYPES, Source, layouts, region, values
 
 from ckpt_tools.copying import write as write_module
+from ckpt_tools.copying.parallel import ignore_bytes
 from ckpt_tools.copying.write import ALL, Share, write_files
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
 from ckpt_tools.core.plan import FilePlan, Finder, KnownReads, LazyPlans, WriteItem
-from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import (
     CheckpointError,

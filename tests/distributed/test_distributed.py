@@ -27,6 +27,7 @@ from ckpt_tools.convert.export import ExportOptions, export_of, plan_export
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, plan_reshard, reshard_of
 from ckpt_tools.convert.write import Conversion, Read, ShareOrder, WriteOptions, write_share
+from ckpt_tools.copying.parallel import Listener
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import Share, cut
 from ckpt_tools.copying.write import write_files
@@ -44,7 +45,6 @@ from ckpt_tools.core.layout import (
 )
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.plan import FilePlan, KnownReads, LazyPlans, WriteItem
-from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import agreement, dcp_engine, environment, gathering, meeting, messages
 from ckpt_tools.distributed import group as group_module

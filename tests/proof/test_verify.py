@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from size_records import DEFAULT
 
 from ckpt_tools import formats
+from ckpt_tools.copying.parallel import ignore_bytes
 from ckpt_tools.core.coverage import describe, holes
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
-from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.zip.archives import Archives

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.ownership import Holdings, Moved, holdings_of
-from ckpt_tools.cli import entries, progress, render, report
+from ckpt_tools.cli import entries, render, report
 from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, table, text
@@ -54,7 +54,7 @@ def read_values(index: CheckpointIndex) -> _Seen:
     """Read every tensor, twice. Raises what keeps the tensors from being whole."""
     from ckpt_tools.proof.stats import histograms, stats  # late: both need numpy
 
-    with progress.byte_bar(2 * index.count.nbytes, label="stats") as on_bytes, Files() as files:
+    with render.byte_bar(2 * index.count.nbytes, label="stats") as on_bytes, Files() as files:
         statistics = stats(index, files, on_bytes=on_bytes)
         return _Seen(statistics, histograms(index, files, statistics, on_bytes=on_bytes))
 

@@ -12,6 +12,7 @@ from pickled import CASES, archive_of, data_pickle, name, storage, tensor, text
 
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS, load_metadata
+from ckpt_tools.formats.pickle.dtensor_spec import SPEC_CLASSES
 from ckpt_tools.formats.pickle.load import load_plain, load_stream, load_tensors
 from ckpt_tools.formats.pickle.rebuild import TENSOR_CLASSES, TENSOR_FUNCTIONS
 from ckpt_tools.formats.zip.read import read_archive
@@ -27,7 +28,9 @@ OBJECTS = data_pickle(CASES / "C37_python_objects_in_full/rng.pt")
 SHARDED = data_pickle(CASES / "C17_sharded_tensor/ckpt/rank_0.pt")
 ARCHIVE = archive_of({"data.pkl": DTENSORS[:300], "byteorder": b"little", "data/0": bytes(100)})
 
-GLOBALS = sorted({*TENSOR_CLASSES, *TENSOR_FUNCTIONS, *METADATA_GLOBALS, "torch.float32"})
+GLOBALS = sorted(
+    {*SPEC_CLASSES, *TENSOR_CLASSES, *TENSOR_FUNCTIONS, *METADATA_GLOBALS, "torch.float32"}
+)
 GLOBALS += [
     "torch.Size",
     "collections.OrderedDict",

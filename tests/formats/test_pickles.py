@@ -40,6 +40,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS, load_metadata
 from ckpt_tools.formats.pickle.containers import CONTAINER_FUNCTIONS
+from ckpt_tools.formats.pickle.dtensor_spec import SPEC_CLASSES
 from ckpt_tools.formats.pickle.load import load_plain, load_stream, load_tensors
 from ckpt_tools.formats.pickle.machine import Machine
 from ckpt_tools.formats.pickle.nodes import Instance, Opaque
@@ -452,7 +453,9 @@ def test_the_oldest_protocols_are_refused_by_name(data: bytes) -> None:
         load(data)
 
 
-NAMES = sorted({*TENSOR_CLASSES, *TENSOR_FUNCTIONS, *METADATA_GLOBALS, *CONTAINER_FUNCTIONS})
+NAMES = sorted(
+    {*SPEC_CLASSES, *TENSOR_CLASSES, *TENSOR_FUNCTIONS, *METADATA_GLOBALS, *CONTAINER_FUNCTIONS}
+)
 
 
 @pytest.mark.parametrize("qualname", NAMES)

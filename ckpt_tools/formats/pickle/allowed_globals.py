@@ -135,7 +135,11 @@ def is_harmless(name: str) -> bool:
         return True
     if module in _OPAQUE_MODULES and not name.startswith(_NUMPY_RUNNERS):
         return True
-    return name in _OPAQUE_NAMES | TENSOR_CLASSES or is_config(name)
+    if name in _OPAQUE_NAMES | TENSOR_CLASSES or is_config(name):
+        return True
+    from ckpt_tools.formats.pickle.dtensor_spec import SPEC_CLASSES  # late: most name none
+
+    return name in SPEC_CLASSES
 
 
 def is_runner(name: str) -> bool:

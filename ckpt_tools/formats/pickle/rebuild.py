@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import NotReadError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.dtensor_spec import SPEC_CLASSES, dtensor_of
 from ckpt_tools.formats.pickle.limits import is_word
 from ckpt_tools.formats.pickle.nodes import Function, Global, Opaque, shown
 from ckpt_tools.formats.pickle.stored import (
@@ -46,10 +45,8 @@ _STORAGES: dict[str, str | None] = {
     **{f"torch.{name}": dtype for dtype, name in (STORAGES | _QUANTIZED).items()},
     **{f"torch.cuda.{name}": dtype for dtype, name in (STORAGES | _QUANTIZED).items()},
 }
-# The classes that these functions ask for.
-TENSOR_CLASSES = frozenset().union(
-    *(SPEC_CLASSES, _STORAGES, _PARAMETERS, _DTENSORS, ("torch.Tensor",)),
-)
+# The classes that these functions ask for, beside those of a DTensor's spec.
+TENSOR_CLASSES = frozenset({*_STORAGES, *_PARAMETERS, *_DTENSORS, "torch.Tensor"})
 
 RESAVE = (
     "Load it where it was saved, make plain dense tensors of it, and save it again; -x leaves the "
@@ -229,6 +226,8 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
     if not isinstance(inner, tuple):
         raise UnreadableError(f"a tensor subclass made of {len(args)} values.")
     if function is _rebuild_wrapper and _asked(kind) in _DTENSORS:
+        from ckpt_tools.formats.pickle.dtensor_spec import dtensor_of  # late: most are plain
+
         return dtensor_of(inner, state)
     if function is _rebuild_wrapper and type(state) is dict and len(inner) > 2:
         weight = state.get(_WEIGHT_OF.get(_class_of(args), ""))

@@ -174,7 +174,7 @@ def _chosen(index: CheckpointIndex, options: ExportOptions) -> tuple[CheckpointI
     _refuse_split_adapters(index, chosen, options.steps)
     if options.keep_rank_states or not _keeps_nesting(options):  # these are objects
         return chosen, []
-    from ckpt_tools.transforms.rank_states import ONE_FILE, without_old_ranks  # late: few keep them
+    from ckpt_tools.transforms.rank_states import ONE_FILE, without_old_ranks  # late: few take any
 
     return without_old_ranks(chosen, ONE_FILE)
 

@@ -23,12 +23,36 @@ print(" ".join(sorted(sys.modules)), file=sys.stderr)
 """
 
 
-def _loaded(*args: str) -> set[str]:
-    """The modules that are there when a command has ended."""
+# Which files of the package run in any thread: functions, class bodies, no module's own lines.
+_WATCHED = """
+import sys, threading
+
+def watch(frame, event, _):
+    if event == "call" and frame.f_code.co_name != "<module>":
+        ran.add(frame.f_code.co_filename)
+
+ran = set()
+threading.setprofile(watch)
+sys.setprofile(watch)
+"""
+_RAN = """
+sys.setprofile(None)
+package = sys.modules["ckpt_tools"].__path__[0] + "/"
+print(*(file for file in sorted(ran) if file.startswith(package)), file=sys.stderr)
+"""
+
+
+def _said_last(code: str, *args: str) -> set[str]:
+    """The words of the last line on stderr of this code."""
     done = subprocess.run(
-        [sys.executable, "-c", _RUN, *args], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True
     )
     return set(done.stderr.splitlines()[-1].split())
+
+
+def _loaded(*args: str) -> set[str]:
+    """The modules that are there when a command has ended."""
+    return _said_last(_RUN, *args)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +129,12 @@ def test_one_format_is_looked_at_without_loading_the_others() -> None:
     loaded = _loaded("inspect", CKPT)
     assert "ckpt_tools.formats.dcp.read" in loaded
     assert not loaded & {"ckpt_tools.formats.rank_files.read", "ckpt_tools.convert.export"}
+
+
+def test_an_export_runs_75_modules_and_no_more(tmp_path: Path) -> None:
+    args = ("export", CKPT, "-o", str(tmp_path / "out"))
+    ran = _said_last(_WATCHED + _RUN + _RAN, *args)
+    assert len(ran) <= 75, sorted(ran)
 
 
 def _cpu_seconds(*words: str, cache: Path) -> float:

@@ -380,7 +380,7 @@ class Window:
             offset, length = offset + len(piece), length - len(piece)
         if length:
             self._path = ""
-            most = _AHEAD * self.nbytes if paths.is_address(path) else length
+            most = min(_AHEAD * self.nbytes, _REQUEST) if paths.is_address(path) else length
             for start in range(offset, offset + length, most):
                 wanted = min(most, offset + length - start)
                 self._files.fetch([(path, start, wanted)])
@@ -397,7 +397,7 @@ class Window:
         self._path, wanted = "", max(length, min(until - offset, self.nbytes))
         try:
             if not self._files.has(path, offset, length):
-                most = max(length, min(until - offset, _AHEAD * self.nbytes))
+                most = max(length, min(until - offset, _AHEAD * self.nbytes, _REQUEST))
                 self._files.fetch([(path, offset, most)])
             if not self._files.has(path, offset, wanted):
                 wanted = length

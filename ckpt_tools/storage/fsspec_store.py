@@ -272,7 +272,7 @@ def files_named(address: str, names: Iterable[str]) -> list[_Facts]:
     def ask(name: str) -> _Facts | None:
         with suppress(FileNotFoundError, PermissionError):
             found = _facts_of(f"{address.rstrip('/')}/{name}")
-            return None if found.is_dir else found
+            return None if found.is_dir else found._replace(name=name)
         return None
 
     return list(filter(None, pool().map(ask, names)))

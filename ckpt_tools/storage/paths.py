@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from fnmatch import filter as filter_names
 from functools import lru_cache
@@ -131,13 +131,19 @@ def file_sizes(path: str) -> dict[str, int]:
         return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
-def sizes_of_named(folder: str, names: Iterable[str]) -> dict[str, int]:
-    """The bytes of these files of a folder that cannot be listed, without those that are not there;
-    nothing of any other folder. Raises OSError.
+def sizes_of_named(folder: str, names: Collection[str]) -> dict[str, int]:
+    """The bytes of these files where `file_sizes` does not list them, without those that are not
+    there: those in folders below, and all of a web server. Raises OSError.
     """
-    if not fsspec_store.is_web(folder):
-        return {}
-    return {entry.name: entry.size for entry in fsspec_store.files_named(folder, names)}
+    if fsspec_store.is_web(folder):
+        return {entry.name: entry.size for entry in fsspec_store.files_named(folder, names)}
+    sizes: dict[str, int] = {}
+    below = {os.path.dirname(name) for name in names} - {""}
+    for path in below:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            listed = file_sizes(joined(folder, path)).items()
+            sizes |= {f"{path}/{name}": size for name, size in listed}
+    return {name: sizes[name] for name in names if name in sizes}
 
 
 def states(path: str) -> dict[str, FileState]:

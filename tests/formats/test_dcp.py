@@ -171,6 +171,22 @@ def test_a_missing_data_file_is_named_with_what_it_hurts(save: Path) -> None:
     assert "Damaged: " in str(problem.hint)
 
 
+def test_data_files_may_lie_in_folders_of_ranks(save: Path) -> None:
+    world_size = dcp.read_index(str(save)).world_size
+    path = save / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 (our own data)
+    for info in metadata.storage_data.values():
+        info.relative_path = f"node{info.relative_path[2]}/{info.relative_path}"
+    path.write_bytes(pickle.dumps(metadata))
+    for file in save.glob("*.distcp"):
+        (save / f"node{file.name[2]}").mkdir()
+        file.rename(save / f"node{file.name[2]}" / file.name)
+    assert verify(str(save)).whole
+    assert dcp.read_index(str(save)).world_size == world_size
+    (save / "node2" / "__2_0.distcp").unlink()
+    assert "1 of 4 data files is not there: node2/__2_0.distcp" in _only_problem(save).message
+
+
 def test_a_short_data_file_is_named_with_both_lengths(save: Path) -> None:
     data = save / "__3_0.distcp"
     need = data.stat().st_size

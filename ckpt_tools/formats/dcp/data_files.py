@@ -80,7 +80,9 @@ def _file_problems(
     missing = sorted(path for path, size in bad.items() if size is None)
     if missing:
         folders = {path: " (a folder)" for path in missing if paths.is_dir(path)}
-        shown = ", ".join(os.path.basename(path) + folders.get(path, "") for path in missing)
+        shown = ", ".join(
+            os.path.relpath(path, index.root) + folders.get(path, "") for path in missing
+        )
         yield IncompleteError(
             f"{index.root}: {len(missing)} of {len(needs)} data files {are(len(missing))} not "
             f"there: {shown}.",

@@ -119,8 +119,8 @@ def _as_stated(
     # Of another save into the same folder; those of ranks with nothing are empty.
     strays = {n for n in sizes.keys() - needed if DATA_FILE.fullmatch(n) and sizes[n]}
     # Even a rank with nothing leaves a file.
-    names_of_data = filter(None, map(DATA_FILE.fullmatch, (sizes.keys() | needed) - strays))
-    ranks = [int(match[1]) for match in names_of_data]
+    names_of_data = map(os.path.basename, (sizes.keys() | needed) - strays)
+    ranks = [int(match[1]) for match in map(DATA_FILE.fullmatch, names_of_data) if match]
     notes = []
     if strays:
         them = some(sorted(strays))

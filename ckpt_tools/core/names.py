@@ -42,6 +42,11 @@ _OTHER = frozenset({
 })
 # fmt: on
 
+# The name of an optimizer's state in a dict without nesting: "optim.state.w.exp_avg".
+_FLAT_OPTIM = re.compile(
+    rf"(?:(?:{'|'.join(_OUTER)})\.)*(?:{'|'.join(_OPTIM)})\.(?:[^.]+\.)?(state|param_groups)\."
+)
+
 # What counts the steps of a job, alike on all its ranks, and the containers that hold such counts.
 # A dataloader's or a sampler's count is its rank's own.
 _STEPS = frozenset({"step", "_step", "global_step", "global_steps", "epoch", "iteration"})
@@ -110,7 +115,8 @@ def classify(
     ``objects`` are those of the paths that are not tensors. Beside a model container, names outside
     of any container are other state. Without one, the tensors that no container of other state
     holds are the model (TorchTitan saves it so), unless ``state`` and ``param_groups`` of an
-    optimizer are at the top, or flattened names that begin so.
+    optimizer are at the top, or flattened names that begin so. A name without nesting, as in a
+    safetensors file, is of an optimizer if it begins as in ``optim.state.w.exp_avg``.
     """
     containers = container_of(paths)
     has_model = "model" in containers.values()
@@ -124,6 +130,8 @@ def classify(
             section = containers[container]
         elif bare_optim:
             section = "optim" if _first_word(path[0]) in ("state", "param_groups") else "other"
+        elif _FLAT_OPTIM.match(str(path[0])):
+            section = "optim"
         elif not has_model and _may_be_weight(path, objects):
             section = "model"
         classified.append((section, container))
@@ -297,7 +305,9 @@ def _whole_part(index: CheckpointIndex) -> tuple[str, ...]:
 
 def is_in_param_groups(path: Path) -> bool:
     """Whether a path is of an optimizer's param_groups, which may be flattened into names."""
-    return any(_first_word(part) == "param_groups" for part in path)
+    flat = _FLAT_OPTIM.match(str(path[0]))
+    in_flat = flat is not None and flat[1] == "param_groups"
+    return in_flat or any(_first_word(part) == "param_groups" for part in path)
 
 
 def is_step(path: Path, section: Section) -> bool:

@@ -1,8 +1,10 @@
-"""Does the optimizer's state fit the model: is there state for each parameter, and the reverse?
+"""Does the optimizer's state fit the model: is there state for each parameter, and the reverse? And
+do the data files fit each other: are they of one save?
 
-Names and sizes only. Frozen parameters have no state, so missing state is a note and no problem.
-State for unknown parameters is a problem only when it is most of the state: model and optimizer are
-then not of one save. And a model may split what its optimizer has in one (TorchTitan):
+Names and sizes only, but for the optimizer's counts of steps. Frozen parameters have no state, so
+missing state is a note and no problem. State for unknown parameters is a problem only when it is
+most of the state: model and optimizer are then not of one save. And a model may split what its
+optimizer has in one (TorchTitan):
 
     model       attention.wq.weight [16,16], attention.wk.weight [8,16], attention.wv.weight [8,16]
     optimizer   attention.wqkv.weight [32,16]
@@ -11,14 +13,19 @@ then not of one save. And a model may split what its optimizer has in one (Torch
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
+from posixpath import basename
 
-from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
+from ckpt_tools.core.names import is_step
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.canonical_names import Inside, owner_of
+from ckpt_tools.storage.reader import Files
 
 _MAX_CONTAINERS = 2
+_MAX_STEPS = 16  # counts of steps that are read of one file
 # The optimizer's tensors by parameter and by what they are (``exp_avg``).
 _States = dict[str, dict[str, str]]
 _BY_NUMBER = "Optimizer state is kept by number, so its parameters are not known."
@@ -67,6 +74,48 @@ def compare_model_and_optimizer(
         about=sorted(fqn for owner in unknown for fqn in state[owner].values()),
     )
     return [error], notes
+
+
+def compare_steps(
+    index: LocatedIndex, files: Files, *, is_good: Callable[[ByteRange], bool]
+) -> list[str]:
+    """A note when data files may be of two saves: the optimizer's counts of steps are alike in each
+    file, and differ between files.
+
+    A save over an older one that was interrupted leaves such a mix, and nothing else tells it: the
+    names, places and lengths are the same, and each item has its own checksum.
+    """
+    held: dict[str, list[tuple[str, ByteRange]]] = defaultdict(list)
+    optim = [entry for entry in index.tensors if entry.section == "optim" and entry.numel == 1]
+    counts = [entry for entry in optim if is_step(entry.path, "optim")]
+    for entry in counts:
+        chunks = [chunk for chunk in entry.chunks if chunk.codec is None and is_good(chunk.data)]
+        if len(chunks) == 1:
+            held[chunks[0].data.path].append((entry.fqn, chunks[0].data))
+    dtypes = {entry.dtype for entry in counts}
+    if len(held) < 2 or len(dtypes) > 1:
+        return []
+    (dtype,) = dtypes
+    steps: dict[bytes, str] = {}
+    for path, own in sorted(held.items()):
+        read = {
+            bytes(files.read(path, data.offset, dtype.itemsize)): fqn
+            for fqn, data in islice(own, _MAX_STEPS)
+        }
+        if len(read) > 1:
+            return []
+        steps = {value: f"in {basename(path)} ({fqn})" for value, fqn in read.items()} | steps
+    if len(steps) < 2:
+        return []
+    from ckpt_tools.copying.cast import decode  # late: numpy comes with it
+
+    shown = [f"{decode(value, dtype)[0]:.9g} {where}" for value, where in steps.items()]
+    note = (
+        f"The optimizer counts different steps: {some(sorted(shown), 2)}. Either the files are of "
+        f"{len(steps)} saves, as after a save over an older one that was interrupted, or these "
+        "parameters were trained for different times."
+    )
+    return [note]
 
 
 def _split_in_model(

@@ -31,7 +31,7 @@ from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.core.text import Shown, counted, first_of, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, NotReadError, fault_in
 from ckpt_tools.proof.canonical_names import canonical_names
-from ckpt_tools.proof.consistency import compare_model_and_optimizer
+from ckpt_tools.proof.consistency import compare_model_and_optimizer, compare_steps
 from ckpt_tools.proof.damage import Damage, IntervalMap, ReadResult, read_everything
 from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.storage.paths import is_address
@@ -178,7 +178,11 @@ def verify(
         threads=threads,
         tally=Tally(on_bytes),
     )
-    return _report(index, located, files, reading=reading, differing=differing)
+    report = _report(index, located, files, reading=reading, differing=differing)
+    if is_address(index.root):  # it would be requests beyond each byte once
+        return report
+    steps = compare_steps(located, files, is_good=condition.is_good)
+    return replace(report, notes=(*report.notes, *steps))
 
 
 def bytes_to_read(index: CheckpointIndex) -> int:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damages import Victim, Zip, zips
+from damages import Victim, Zip, make_stale, zips
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from size_records import DEFAULT
@@ -619,3 +620,20 @@ def test_what_was_to_be_read_ahead_and_is_not_there_keeps_nothing_from_being_rea
         assert b"".join(map(bytes, window.views(path, 10, 90))) == bytes(range(10, 100))
         with pytest.raises(CheckpointError, match="100 bytes, the index needs 101"):
             list(window.views(path, 60, 41))
+
+
+def test_a_file_of_another_save_is_noted_if_the_optimizer_counts_steps_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = Victim("dcp-hsdp", tmp_path, random.Random(0))  # noqa: S311 (no secret)
+    steps = [e for e in victim.index().tensors if e.fqn.endswith(".step")]
+    assert len({entry.chunks[0].data.path for entry in steps}) > 1
+    assert not any("different steps" in note for note in full(victim.path).notes)
+    stale = Path(steps[0].chunks[0].data.path)
+    monkeypatch.setattr(victim, "data_files", lambda: [stale])
+    make_stale(victim)
+    report = full(victim.path)
+    (note,) = (note for note in report.notes if "different steps" in note)
+    assert report.whole
+    assert stale.name in note
+    assert "of 2 saves" in note

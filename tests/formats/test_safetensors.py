@@ -322,6 +322,7 @@ def test_a_name_that_the_index_lacks_is_shown_and_a_problem(tmp_path: Path) -> N
     write(tmp_path / "x.safetensors", {"a": tensor([2], 0), "b": tensor([2], 8)})
     write_index(tmp_path, {"a": "x.safetensors"})
     assert "x.safetensors holds b" in messages(tmp_path)
+    assert "-x leaves out" in str(read(tmp_path).problems[0].hint)
     assert read(tmp_path).tensor("b") is not None
 
 
@@ -333,6 +334,7 @@ def test_the_index_decides_which_of_two_files_counts(tmp_path: Path) -> None:
     assert entry is not None
     assert entry.shape == (3,)
     assert "x.safetensors holds a" in messages(tmp_path)
+    assert any("two copies" in str(problem.hint) for problem in read(tmp_path).problems)
 
 
 def test_a_damaged_shard_leaves_the_others_readable(tmp_path: Path) -> None:

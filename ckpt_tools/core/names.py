@@ -2,7 +2,8 @@
 
 A path is the place of an entry in the nested state dict, e.g. ``("app", "model", "emb.weight")``;
 its fqn is the same joined by dots. A container is the part of a path above the parameter's own
-name, and it is known from the path, never from splitting a name.
+name, and it is known from the path, never from splitting a name. Of a dict without nesting, an
+optimizer's state alone is told by its names.
 """
 
 from __future__ import annotations

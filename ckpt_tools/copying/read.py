@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from itertools import chain
 
@@ -202,17 +203,18 @@ def stream_box(
     """
     itemsize = entry.dtype.itemsize
     runs = runs_of(Finder(entry).reads(box), box, itemsize=itemsize)
-    if runs is None or not all(files.has_descriptor(run.path) for run in runs):
+    if runs is None or not all(files.has(run.path, run.source, run.unit) for run in runs):
         yield from read_box(entry, box, files=files, on_run=on_run)
         return
     buffer = memoryview(bytearray(min(files.sizes.stream, box.numel * itemsize)))
     filled = 0
     for run in runs:
         crc = done = 0
-        with files.descriptor(run.path) as fd:
+        local = files.descriptor(run.path) if files.has_descriptor(run.path) else nullcontext(None)
+        with local as fd:
             while done < run.unit:
                 view = buffer[filled : filled + run.unit - done]
-                if os.preadv(fd, [view], run.source + done) != len(view):
+                if fd is None or os.preadv(fd, [view], run.source + done) != len(view):
                     files.read_into(run.path, run.source + done, view)
                 if on_run is not None:
                     crc = crc32(view, crc)

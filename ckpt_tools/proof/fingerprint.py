@@ -48,6 +48,8 @@ from ckpt_tools.storage.paths import open_file
 from ckpt_tools.storage.reader import Files
 
 SCHEMA = "ckpt-tools/fingerprint/1"
+# SHA-256 of a piece takes longer than a turn of the interpreter: more of them than of other work.
+_MOST_THREADS = 16
 
 
 class TensorDigest(NamedTuple):
@@ -139,6 +141,7 @@ def fingerprint(
             threads=threads,
             nbytes=lambda e: e.nbytes,
             ahead=fetching(files, index.root),
+            most=_MOST_THREADS,
         )
     return of_tensors(digests)
 

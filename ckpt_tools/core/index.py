@@ -340,6 +340,7 @@ class CheckpointIndex:
     ``beside`` are small files that say what the others mean: an index JSON, a config.
     ``strings`` are what headers say beside tensors (safetensors' ``__metadata__``), by name, None
     where that is not the same in each file. They are of the types and shapes in ``strings_for``.
+    ``allowed`` are classes that the user lets into other pickles, where objects are opened later.
     """
 
     root: str
@@ -361,6 +362,7 @@ class CheckpointIndex:
     strings_for: Mapping[str, tuple[DType, tuple[int, ...]]] = field(
         default_factory=dict, hash=False
     )
+    allowed: tuple[str, ...] = ()
 
     @cached_property
     def nesting(self) -> Branch[str]:

@@ -108,7 +108,12 @@ class _Joining:
         except CheckpointError as error:
             self.problems.append(error.concerning((f"{names.join(place)}.*",)))
             return
-        bare = CheckpointIndex(path, "torch", (), files=(FileEntry(path, length),), tree=tree)
+        bare = CheckpointIndex(
+            *(path, "torch", ()),
+            files=(FileEntry(path, length),),
+            tree=tree,
+            allowed=self.options.allow_globals,
+        )
         with Files() as files:  # tensors in it are tensors of the checkpoint, for every command
             self.others.append(open_containers(bare.holding(entries), files))
 
@@ -132,6 +137,7 @@ class _Joining:
             ),
             packed=tuple(one for part in every for one in part.packed),
             tree=reduce(merge, (part.tree for part in every)),
+            allowed=self.options.allow_globals,
         )
         return whole.holding(entries)
 

@@ -194,6 +194,20 @@ def test_an_object_of_an_unknown_class_stays_what_it_is_from_dcp_to_dcp(tmp_path
     assert any(f"cannot be written: color ({__name__}.Color)" in note for note in plan.notes)
 
 
+def test_what_is_allowed_by_name_goes_along_from_dcp_too(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it runs in one process
+        dcp.save({"w": T, "color": Color.RED, "pair": (T, Color.RED)}, checkpoint_id=tmp_path / "a")
+    words = ["-o", tmp_path / "b.pt", "--only", "all", "--keep-names", "--check"]
+    done = run("export", tmp_path / "a", *words, "--allow-global", f"{__name__}.Color")
+    assert done.exit_code == 0, done.stderr
+    assert "Left out" not in done.stderr
+    found = torch.load(tmp_path / "b.pt", weights_only=False)
+    assert found["color"] is Color.RED
+    assert torch.equal(found["pair"][0], T)
+    assert found["pair"][1] is Color.RED
+
+
 def test_tensors_in_a_closed_value_are_said_to_go(tmp_path: Path) -> None:
     torch.save({"w": T, "odd": collections.deque([1, T])}, tmp_path / "a.pt")
     words = [str(tmp_path / "a.pt"), "-o", str(tmp_path / "o"), "--to-mesh", "2"]

@@ -6,7 +6,7 @@ torch pickles a tuple as one item whatever it holds, and so do other tools with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def open_containers(index: Index, files: Files) -> Index:
         try:
             # Not for what could run code, nor without the package that inflates it.
             with suppress(UnsafePickleError, UnsupportedError):
-                container = _container(entry, files)
+                container = _container(entry, files, allow=index.allowed)
                 if container is not None:
                     containers[entry.fqn] = container
         except CheckpointError as error:
@@ -103,7 +103,7 @@ def open_objects(index: Index, files: Files, *, largest: int | None = None) -> I
     for entry in index.objects:
         try:
             is_small = largest is None or entry.data.length <= largest
-            objects.append(opened(entry, files) if is_small else entry)
+            objects.append(opened(entry, files, allow=index.allowed) if is_small else entry)
         except UnsafePickleError as error:
             unsafe[entry.fqn] = error
     for first in unsafe.values():
@@ -137,20 +137,22 @@ def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]
     yield from (entry for entry in there if entry.codec == ZSTD)
 
 
-def opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
+def opened(entry: ObjectEntry, files: Files, *, allow: Collection[str] = ()) -> ObjectEntry:
     """The same object with its value when that is plain, else with the name of its type."""
     if entry.opened or entry.codec is None or entry.flaw is not None:
         return entry
     if entry.codec != TORCH_SAVE and entry.data.length > _MAX_INFLATED:
         return entry  # it would be inflated to be looked at
     archive = archive_of_object(entry, files)
-    value = pickles.load_plain(archive.read("data.pkl"), where=archive.where)
+    value = pickles.load_plain(archive.read("data.pkl"), where=archive.where, allow=allow)
     if not isinstance(value, Opaque):
         return replace(entry, value=value, opened=True)
     return replace(entry, type_name=value.qualname)
 
 
-def _container(entry: ObjectEntry, files: Files) -> tuple[list[Entry], Branch[str]] | None:
+def _container(
+    entry: ObjectEntry, files: Files, *, allow: Collection[str]
+) -> tuple[list[Entry], Branch[str]] | None:
     """What is in an item with tensors, and its own containers with their names.
 
     None where it is no container, or has what cannot be read. Raises IncompleteError where it has
@@ -165,7 +167,7 @@ def _container(entry: ObjectEntry, files: Files) -> tuple[list[Entry], Branch[st
     data = archive.record("data.pkl")
     if data.length > _MAX_TREE:
         return None
-    value = pickles.load_tensors(archive.read("data.pkl"), where=archive.where)
+    value = pickles.load_tensors(archive.read("data.pkl"), where=archive.where, allow=allow)
     state = flatten_at(value, where=archive.where, fqn=entry.fqn, path=entry.path)
     if state is None or not state.tensors or any(leaf.flaw for leaf in state.objects):
         return None

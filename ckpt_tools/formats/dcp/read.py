@@ -68,7 +68,7 @@ def matches(path: str) -> bool:
 
 
 @collector_paused()  # it would look through millions of new chunks again and again
-def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:  # noqa: ARG001 (one signature for all)
+def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
     """The index of a DCP directory, from `.metadata` and file sizes.
 
     Raises IncompleteError without `.metadata`, UnreadableError when it is damaged or names a
@@ -83,6 +83,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     metadata, needed, lacking = _read_metadata(path, sizes)
     sizes |= paths.sizes_of_named(path, needed - sizes.keys())
     index = _as_stated(path, metadata, sizes, needed=needed)
+    index = replace(index, allowed=options.allow_globals)
     refuse_special(os.path.join(path, name) for name in needed - sizes.keys())
     if metadata.copies:
         from ckpt_tools.formats.dcp import per_rank  # late, here and below: few are saved so

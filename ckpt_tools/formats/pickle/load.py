@@ -105,10 +105,11 @@ def load_stream(
             return made
 
 
-def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
+def load_plain(data: bytes, *, where: str, allow: Collection[str] = ()) -> PlainValue | Opaque:
     """The value of a pickled object when it is plain, else Opaque, which names its class.
 
-    Plain are None, bool, int, float, str, and lists, tuples and dicts of them; a PickledValue, too.
+    Plain are None, bool, int, float, str, and lists, tuples and dicts of them; a PickledValue, too,
+    whose globals beside the known ones may be written if ``allow`` has them.
 
     Raises UnsafePickleError when the pickle asks for what can run code, and UnsupportedError for
     a ShardedTensor.
@@ -117,7 +118,7 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
 
     tensor = Opaque("torch.Tensor")
     with placed(where), collector_paused():
-        made, _ = _value(data, _Names(None), lambda _: tensor)
+        made, _ = _value(data, _Names(allow, reads_tensors=False), lambda _: tensor)
     found = facts_of(made, {})
     if found.odd is None:
         return made  # type: ignore[return-value]  # looked through
@@ -135,7 +136,7 @@ def _tensors(
             storages[stored.key] = stored
         return stored
 
-    made, end = _value(data, _Names(allow), storage)
+    made, end = _value(data, _Names(allow, reads_tensors=True), storage)
     if isinstance(made, Opaque) and made.flaw is not None:
         raise made.flaw
     return made, end
@@ -161,14 +162,14 @@ def _value(data: bytes, names: _Names, storage: Callable[[object], object]) -> t
 class _Names:
     """What stands for the names that one pickle asks for.
 
-    ``allow`` is None where no tensor is read: a value of a class that nobody knows stays closed
-    there. Where tensors are, ``unknown`` takes the names of such classes.
+    Where no tensor is read, a value of a class that nobody knows stays closed. Where tensors are,
+    ``unknown`` takes the names of such classes, but for those in ``allow``.
     """
 
-    def __init__(self, allow: Collection[str] | None) -> None:
+    def __init__(self, allow: Collection[str], *, reads_tensors: bool) -> None:
         self.unknown: set[str] = set()
-        self.reads_tensors = allow is not None
-        self._allow = frozenset(allow or ())
+        self.reads_tensors = reads_tensors
+        self._allow = frozenset(allow)
 
     def __call__(self, asked: Global) -> object:
         """A function of ours, an element type, or the name itself. Raises UnsafePickleError for one

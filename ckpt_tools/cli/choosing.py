@@ -21,10 +21,10 @@ from ckpt_tools.core.names import (
     Filters,
     NamePatterns,
     did_you_mean,
+    idle,
     near_names,
     no_such_entry,
     select,
-    selector,
 )
 from ckpt_tools.core.options import Heading, only_one_of, option
 from ckpt_tools.core.text import some
@@ -151,15 +151,6 @@ def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
     found = chosen_in(index, chosen)
     say_idle(chosen, [index])
     return found
-
-
-def idle(texts: Iterable[str], held: Iterable[str]) -> list[str]:
-    """The patterns that match none of these names."""
-    waiting = {text: selector([text], []) for text in texts}
-    for name in held if waiting else ():
-        for text in [text for text, is_it in waiting.items() if is_it(name)]:
-            del waiting[text]
-    return list(waiting)
 
 
 def names_of(index: CheckpointIndex) -> Iterator[str]:

@@ -10,7 +10,7 @@ from ckpt_tools.cli import choosing, options, render
 from ckpt_tools.cli.entries import short_shape, stats_cells
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.names import Filters
+from ckpt_tools.core.names import Filters, idle
 from ckpt_tools.core.options import only_one_of, option
 from ckpt_tools.core.text import are, counted, some
 from ckpt_tools.errors import AnswerNo, CkptError, UsageError
@@ -115,14 +115,14 @@ def _steps(asked: _Asked) -> None:
     if not steps:
         raise AnswerNo(f"{asked.ckpt} has no checkpoint with a step in its name.")
     failures: list[CkptError] = []
-    idle = [*asked.filters.exclude]
+    unmatched = [*asked.filters.exclude]
 
     def rows() -> Iterator[Sequence[str | int | None]]:
         for step in steps:
             try:
                 path = formats.of_step(asked.ckpt, step)
                 index = formats.read_index(path, asked.reading.options)
-                idle[:] = choosing.idle(idle, choosing.names_of(index))
+                unmatched[:] = idle(unmatched, choosing.names_of(index))
                 statistics = _stats(asked, index)
                 for group in groups_of(statistics):
                     numbers = map(_exact, (group.l2, group.abs_max))
@@ -135,7 +135,7 @@ def _steps(asked: _Asked) -> None:
                 yield (step, *empty, error.first_line)
 
     render.emit_csv(_STEPS_HEADER, rows())
-    for text in idle:
+    for text in unmatched:
         say(f"Note: -x '{text}' matches nothing in {asked.ckpt}.")
     if failures:
         raise AnswerNo(f"{counted(len(failures), 'step')} of {len(steps)}: {failures[0].message}")

@@ -235,7 +235,8 @@ def _on_mesh(
             layout = Layout(mesh, placements, fsdp_order(mesh, placements))
         layouts[entry.fqn] = _checked(entry, layout)
     targets = (Target(e.fqn, e.path, e, types[e.fqn], layouts[e.fqn]) for e in tensors)
-    return (*targets,), [described(mesh, usual), *_notes(layouts, tensors, options)]
+    idle = names.idle_notes("--place", (pattern for pattern, _ in options.rules), layouts)
+    return (*targets,), [described(mesh, usual), *_notes(layouts, tensors, options), *idle]
 
 
 def _in_own_boxes(

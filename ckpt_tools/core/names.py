@@ -236,6 +236,23 @@ def selector(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], 
     return chosen
 
 
+def idle(texts: Iterable[str], held: Iterable[str]) -> list[str]:
+    """The patterns that match none of these names."""
+    waiting = {text: selector([text], []) for text in texts}
+    for name in held if waiting else ():
+        for text in [text for text, is_it in waiting.items() if is_it(name)]:
+            del waiting[text]
+    return list(waiting)
+
+
+def idle_notes(option: str, patterns: Iterable[str], held: Iterable[str]) -> list[str]:
+    """A note on each pattern of an option that matches no tensor to write."""
+    return [
+        f"{option} '{text}' matches no tensor; a glob is for the whole name."
+        for text in idle(patterns, held)
+    ]
+
+
 def _pattern(text: str) -> re.Pattern[str]:
     if not text.startswith("re:"):
         return re.compile(r"\A" + translate(text))

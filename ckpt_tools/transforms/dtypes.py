@@ -122,6 +122,7 @@ class DtypePolicy:
             cast.append(fqn)
         _refuse_doubtful(doubtful)
         notes = _kept_notes(kept, known)
+        notes += names.idle_notes("--dtype-for", (pattern for pattern, _ in self.rules), chosen)
         if cast:
             tensors = counted(len(cast), "tensor")
             notes.append(f"--dtype-for casts {tensors} of quantized weights: {some(sorted(cast))}.")

@@ -58,6 +58,24 @@ def test_export_takes_them_in_their_order(hub: Path, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("export", "--dtype", "bf16", "--dtype-for"), "--dtype-for 'norm.*'"),
+        (("reshard", "--to-mesh", "2", "--dtype-for"), "--dtype-for 'norm.*'"),
+        (("reshard", "--to-mesh", "2", "--place"), "--place 'norm.*'"),
+    ],
+)
+def test_a_pattern_that_matches_no_tensor_is_named(
+    words: tuple[str, ...], option: str, hub: Path, tmp_path: Path
+) -> None:
+    value = "S(0)" if words[-1] == "--place" else "fp32"
+    more = (words[-1], f"*norm.*={value}", words[-1], f"norm.*={value}", "-o", tmp_path / "out")
+    notes = ran(words[0], hub, *words[1:-1], *more).stderr.splitlines()
+    named = [note for note in notes if "matches no tensor" in note]
+    assert named == [f"{option} matches no tensor; a glob is for the whole name."]
+
+
 def test_a_config_beside_the_source_tells_the_values(tmp_path: Path) -> None:
     ran("export", TITAN, "-o", tmp_path / "hf", "--map", "auto", "--map-value", "head_dim=4")
     (tmp_path / "hf" / "config.json").write_text('{"head_dim": 4}')

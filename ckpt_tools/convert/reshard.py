@@ -66,7 +66,7 @@ class ReshardOptions(EntryOptions):
     mesh: Mesh = option(
         OWN_BOXES,
         "--to-mesh",
-        "The target mesh: 32, 4x8, or with names: dp_replicate=4,dp_shard=8.",
+        "The target mesh: 32, 4x8, or with names: dp_replicate=4,dp_shard=8; =32 has none.",
         metavar="MESH",
         heading="Output",
         shown="the source's own boxes, for a copy with --only, -x, --dtype or --rename",
@@ -276,12 +276,21 @@ def _ranks_of(index: CheckpointIndex) -> Mesh:
 def _for_torch(
     index: CheckpointIndex, options: ReshardOptions
 ) -> tuple[ReshardOptions, tuple[str, ...]]:
-    """The options with the torch that will load the output, and a note that says which."""
+    """The options with the torch that will load the output, and notes on what that needs."""
     loader = formats.named(options.format).loader(index, asked=options.torch_version)
     if loader is None:
         return options, ()
     version, note = loader
-    return replace(options, torch_version=version), (note,)
+    options = replace(options, torch_version=version)
+    named, own = options.mesh.dim_names, index.mesh.dim_names if index.mesh is not None else None
+    if named in (None, own) or options.layout not in (None, "plain"):  # they name the mesh
+        return options, (note,)
+    bare = ",".join(f"={size}" for size in options.mesh.shape)
+    must_match = (
+        f"Torch loads them only into a mesh of the same names ({', '.join(named)}); --to-mesh "
+        f"'{bare}' gives none, as init_device_mesh does without mesh_dim_names."
+    )
+    return options, (note, must_match)
 
 
 def _keeps_items(options: ReshardOptions) -> bool:

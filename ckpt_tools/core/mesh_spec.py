@@ -12,7 +12,7 @@ from ckpt_tools.core.layout import Mesh, Placement, Replicate, Shard
 from ckpt_tools.errors import UsageError
 
 _SIZES = re.compile(r"\d+(x\d+)*")
-_NAMED = re.compile(r"([A-Za-z_]\w*)=(\d+)")
+_NAMED = re.compile(r"([A-Za-z_]\w*)?=(\d+)")
 _PLACEMENT = re.compile(
     r"(R)|S\((\d+)\)|S(\d+)|(Replicate)(?:\(\))?|Shard\((?:dim=)?(\d+)\)", re.IGNORECASE
 )
@@ -29,7 +29,8 @@ FSDP2_NAMES = ("dp_replicate", "dp_shard")
 def parse_mesh(text: str, unnamed: tuple[str, ...] = FSDP2_NAMES) -> Mesh:
     """The mesh that ``32``, ``4x8`` or ``dp_replicate=4,dp_shard=8`` means.
 
-    Sizes without names get the last ones of ``unnamed``. Raises UsageError for anything else.
+    Sizes without names get the last ones of ``unnamed``; ``=4,=8`` has none, as torch's
+    `init_device_mesh` makes it unless it is given some. Raises UsageError for anything else.
     """
     spec = text.replace(" ", "")
     if _SIZES.fullmatch(spec):
@@ -45,11 +46,15 @@ def parse_mesh(text: str, unnamed: tuple[str, ...] = FSDP2_NAMES) -> Mesh:
         raise UsageError(
             f"{text!r} is not a mesh.", hint="Write 32, 4x8, or names: dp_replicate=4,dp_shard=8."
         )
-    dims = [(pair[1], int(pair[2])) for pair in pairs if pair is not None]
-    names = tuple(name for name, _ in dims)
+    shape = tuple(int(pair[2]) for pair in pairs if pair is not None)
+    names = tuple(pair[1] for pair in pairs if pair is not None and pair[1])
+    if not names:
+        return Mesh(shape)
+    if len(names) < len(shape):
+        raise UsageError(f"{text!r} names some mesh dimensions and not all.")
     if len(set(names)) != len(names):
         raise UsageError(f"{text!r} names a mesh dimension twice.")
-    return Mesh(tuple(size for _, size in dims), names)
+    return Mesh(shape, names)
 
 
 def parse_placements(text: str, mesh: Mesh) -> tuple[Placement, ...]:

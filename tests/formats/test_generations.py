@@ -10,7 +10,7 @@ import torch
 from click.testing import Result
 from dtensor_files import ROWS, dtensor, mesh_of, shard
 from plan_writer import Source, write_plans
-from running import run
+from running import ran, run
 
 from ckpt_tools import formats
 from ckpt_tools.core.layout import Layout, Mesh, Shard
@@ -170,3 +170,25 @@ def test_dcp_directories_are_of_no_torch(tmp_path: Path) -> None:
     done = reshard(DCP, tmp_path / "out", "--torch-version", "2.15")
     assert done.exit_code == 2
     assert "--torch-version is for rank files; every torch loads the format dcp." in done.stderr
+
+
+def test_the_names_of_the_mesh_are_said_and_can_be_left_out(tmp_path: Path) -> None:
+    said = (
+        "Torch loads them only into a mesh of the same names (dp_shard); --to-mesh '=2' gives none"
+    )
+    assert said in reshard(DCP, tmp_path / "named", "--format", "ranks").stderr
+    words = (
+        "-o",
+        tmp_path / "bare",
+        "--to-mesh",
+        "=2",
+        "--format",
+        "ranks",
+        "--device-type",
+        "cpu",
+    )
+    assert "of the same names" not in ran("reshard", DCP, *words).stderr
+    assert formats.read_index(str(tmp_path / "bare")).mesh == Mesh((2,))
+    again = reshard(tmp_path / "named", tmp_path / "again", "--format", "ranks")
+    assert "of the same names" not in again.stderr
+    assert run("reshard", DCP, "-o", tmp_path / "x", "--to-mesh", "a=2,=2").exit_code == 2

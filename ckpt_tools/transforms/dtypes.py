@@ -53,7 +53,7 @@ class DtypePolicy:
     """The types in which one run writes the tensors of ``source``.
 
     ``rules`` are patterns of new names and their types (None: keep); the last match wins. All else
-    follows ``dtype`` (None: keep), but for tensors of quantized weights.
+    follows ``dtype`` (None: keep), but for tensors of quantized weights and scalars that count.
     """
 
     dtype: DType | None
@@ -84,7 +84,7 @@ class DtypePolicy:
         return (ways[-1] or entry.dtype) if ways and entry.dtype.kind == "float" else None
 
     def _cast(self, entry: TensorEntry) -> DType:
-        follows = entry.dtype.kind == "float" and entry.dtype.bits > 8
+        follows = entry.dtype.kind == "float" and entry.dtype.bits > 8 and not _counts(entry)
         return self.dtype if self.dtype is not None and follows else entry.dtype
 
     def types_of(self, made: Sequence[_Made]) -> tuple[dict[str, DType], list[str]]:
@@ -99,11 +99,14 @@ class DtypePolicy:
         chosen: dict[str, DType] = {}
         kept: list[_Made] = []
         cast: list[str] = []
+        counting: list[str] = []
         doubtful: dict[str, str] = {}
         for entry, origins in made:
             fqn, own, ruled = entry.fqn, entry.dtype, self._ruled(entry)
             if known.members.keys().isdisjoint(origins):
                 chosen[fqn] = ruled or self._cast(entry)
+                if self.dtype not in (None, own) and ruled is None and _counts(entry):
+                    counting.append(fqn)
                 near = [known.doubtful[name] for name in origins if name in known.doubtful]
                 if near and ruled is None and chosen[fqn] != own:
                     doubtful[fqn] = near[0]
@@ -123,10 +126,18 @@ class DtypePolicy:
         _refuse_doubtful(doubtful)
         notes = _kept_notes(kept, known)
         notes += names.idle_notes("--dtype-for", (pattern for pattern, _ in self.rules), chosen)
+        if counting:
+            scalars = f"{counted(len(counting), 'scalar')} outside of the model"
+            notes.append(f"Not cast: {scalars}, such as step counters ({some(sorted(counting))}).")
         if cast:
             tensors = counted(len(cast), "tensor")
             notes.append(f"--dtype-for casts {tensors} of quantized weights: {some(sorted(cast))}.")
         return chosen, notes
+
+
+def _counts(entry: TensorEntry) -> bool:
+    """Whether it is a step, a learning rate …: in bfloat16, 256 + 1 is 256."""
+    return entry.section != "model" and not entry.shape and entry.dtype.kind == "float"
 
 
 def _refuse_doubtful(doubtful: Mapping[str, str]) -> None:

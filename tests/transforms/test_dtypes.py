@@ -32,6 +32,15 @@ def test_floats_follow_and_all_else_stays() -> None:
     assert not notes
 
 
+def test_scalars_outside_of_the_model_keep_their_type_unless_they_are_named() -> None:
+    weight, scale, step, lr = entries(w=FP32, scale=FP32, w__step=FP32, lr=FP32)
+    outside = [replace(one, section="optim", shape=()) for one in (step, lr)]
+    tensors = [weight, replace(scale, shape=()), *outside]
+    found, notes = chosen_dtypes(tensors, BF16, (("lr", BF16),))
+    assert found == {"w": BF16, "scale": BF16, "w.step": FP32, "lr": BF16}
+    assert notes == ["Not cast: 1 scalar outside of the model, such as step counters (w.step)."]
+
+
 def test_the_last_exception_that_matches_wins() -> None:
     rules = (("*norm*", FP32), ("a.*", None))
     found, _ = chosen_dtypes(entries(a__norm=FP32, b__norm=BF16, c=FP32), BF16, rules)

@@ -15,6 +15,8 @@ from ckpt_tools.errors import (
     IncompleteError,
     UnsupportedError,
 )
+from ckpt_tools.formats.rank_files import numbered
+from ckpt_tools.formats.torch_file.open import open_saved
 from ckpt_tools.proof.verify import verify
 from ckpt_tools.storage.reader import Files
 
@@ -57,6 +59,23 @@ def test_numbered_files_of_a_mesh_of_as_many_ranks_are_rank_files(
     index = formats.read_index(str(folder))
     assert _values(index) == _values(formats.read_index(str(FLAT)))
     assert any("taken from the meshes in the files" in note for note in index.notes)
+
+
+def test_each_file_is_unpickled_once_to_learn_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def counted(path: str, *args: object, **more: object) -> object:
+        opened.append(path)
+        return open_saved(path, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(numbered, "open_saved", counted)
+    folder = _renamed(tmp_path / "saved", [f"ckpt_{rank}.pt" for rank in range(4)])
+    paths = [str(path) for path in folder.iterdir()]
+    (family,) = numbered.families(paths, formats.ReadOptions())
+    assert [file.rank for file in family] == [0, 1, 2, 3]
+    assert sorted(opened) == sorted(paths)
 
 
 def test_the_rank_is_the_one_in_the_file_and_not_the_number(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache, partial
 
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
@@ -48,20 +49,22 @@ def families(paths: Iterable[str], options: ReadOptions) -> list[Family]:
     Raises IncompleteError when there are fewer files than ranks, and UnsupportedError when there
     are more, or when two files are of one rank.
     """
+    mesh_in = cache(partial(_mesh, options=options))  # each file is unpickled once
     sized: dict[frozenset[str], tuple[str, list[str]]] = {}
     last: list[tuple[str, list[str]]] = []
     for pattern, group in _groups(paths):
-        size, _ = _mesh(group[0], options)
+        size, _ = mesh_in(group[0])
         if size < 2:
             continue
         if _LAST_STAR.search(pattern):
             last.append((pattern, group))
         if len(group) == size:
-            stated = (_mesh(path, options)[1] for path in group)
+            stated = (mesh_in(path)[1] for path in group)
             known = [rank for rank in stated if rank is not None]
             if len(set(known)) == len(known):
                 sized[frozenset(group)] = pattern, group
-    return [_family(*chosen, options) for chosen in list(sized.values()) or last]
+    chosen = list(sized.values()) or last
+    return [_family(pattern, [(p, *mesh_in(p)) for p in group]) for pattern, group in chosen]
 
 
 def _groups(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -104,12 +107,12 @@ def _mesh(path: str, options: ReadOptions) -> tuple[int, int | None]:
     return mesh_of(mesh).size, own_rank(mesh)
 
 
-def _family(pattern: str, group: Sequence[str], options: ReadOptions) -> Family:
+def _family(pattern: str, group: Sequence[tuple[str, int, int | None]]) -> Family:
+    """The files of a pattern, each with the size of its mesh and the rank that it states."""
     name = re.sub(r"[-_.]+\Z", "", pattern.partition("*")[0])
-    meshes = [_mesh(path, options) for path in group]
-    size = max(size for size, _ in meshes)
+    size = max(size for _, size, _ in group)
     ranks: dict[int, RankFile] = {}
-    for number, (path, (_, stated)) in enumerate(zip(group, meshes, strict=True)):
+    for number, (path, _, stated) in enumerate(group):
         rank = number if stated is None else stated
         other = ranks.setdefault(rank, RankFile(path, rank, size, name, pattern))
         if other.path != path:
@@ -120,7 +123,7 @@ def _family(pattern: str, group: Sequence[str], options: ReadOptions) -> Family:
     held = f"{len(group)} files {pattern} hold the shards of a mesh of {size} ranks"
     if len(group) < size:
         raise IncompleteError(
-            f"{held}: {some([os.path.basename(path) for path in group])}.",
+            f"{held}: {some([os.path.basename(path) for path, _, _ in group])}.",
             hint="Bring the files of the other ranks into the same folder.",
         )
     if len(group) > size:

@@ -335,7 +335,8 @@ def _with_names(
     is_numbered = frameworks.row_of(options.layout).shape == "numbered"
     if is_numbered and not param_names.numbered(index):
         return index  # they are then the order in which to number
-    return param_names.with_names(index, given)
+    named = param_names.with_names(index, given)
+    return index if is_numbered and not given.names else named  # its own order: numbered as it was
 
 
 def _laid_out(

@@ -321,6 +321,21 @@ def test_a_nested_optimizer_is_proven_equal_under_its_new_names(tmp_path: Path) 
     assert "44 bit for bit" in lay_out(TITAN, tmp_path / "out", "plain", "--check")
 
 
+def test_a_numbered_optimizer_stays_so_in_the_order_that_it_stores(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 2)
+    adam = torch.optim.Adam(layer.named_parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    torch.save({"model": layer.state_dict(), "optim": adam.state_dict()}, tmp_path / "a.pt")
+    lay_out(tmp_path / "a.pt", tmp_path / "same", "verl")
+    lay_out(tmp_path / "a.pt", tmp_path / "stored", "verl", "--param-names", "stored")
+    found = [
+        {p.relative_to(tmp_path / out): p.read_bytes() for p in (tmp_path / out).rglob("*.pt")}
+        for out in ("same", "stored")
+    ]
+    assert found[0] == found[1]
+
+
 def test_a_named_optimizer_is_not_numbered_without_an_order(tmp_path: Path) -> None:
     command = ["reshard", str(LIGHTNING), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
     done = run(*command, "--layout", "verl")

@@ -183,7 +183,11 @@ def _options(asked: _Asked) -> ReshardOptions:
     if asked.to_mesh is None:
         _refuse_without_mesh(asked, form)
         return replace(given, format=form, steps=_steps(asked))
-    mesh = parse_mesh(asked.to_mesh, frameworks.row_of(given.layout).mesh_names)
+    row = frameworks.row_of(given.layout)
+    mesh = parse_mesh(asked.to_mesh, row.mesh_names)
+    if mesh.dim_names is None and row.names_mesh:
+        sizes = "x".join(map(str, mesh.shape))
+        raise UsageError(f"--layout {given.layout} names the mesh: write --to-mesh {sizes}.")
     placements, like = asked.placements, asked.like
     return replace(
         given,

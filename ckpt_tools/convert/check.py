@@ -55,7 +55,8 @@ def check(
     """
     objects = plan.objects if own is None else ()
     closed = chain.from_iterable(closed_in(entry.value) for entry in objects)
-    allowed = ReadOptions(tuple({name for one in closed for name in one.unlisted}))
+    unlisted = {name for one in closed for name in one.unlisted}
+    allowed = ReadOptions((*unlisted.union(plan.chosen.allowed),))
     back = formats.read_written(folder, options=allowed)
     result = _opened(back, files)
     wanted = _expected(plan, objects, result.format, files)

@@ -282,8 +282,9 @@ def _for_torch(
         return options, ()
     version, note = loader
     options = replace(options, torch_version=version)
-    named, own = options.mesh.dim_names, index.mesh.dim_names if index.mesh is not None else None
-    if named in (None, own) or options.layout not in (None, "plain"):  # they name the mesh
+    named = options.mesh.dim_names
+    own = None if index.mesh is None else index.mesh.dim_names
+    if named in (None, own) or frameworks.row_of(options.layout).names_mesh:
         return options, (note,)
     bare = ",".join(f"={size}" for size in options.mesh.shape)
     must_match = (

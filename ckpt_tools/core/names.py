@@ -16,6 +16,7 @@ from fnmatch import translate
 from glob import escape
 
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Path, Section
+from ckpt_tools.core.optimizer_states import STATES_OF
 from ckpt_tools.core.options import option, repeated
 from ckpt_tools.errors import AnswerNo, CheckpointError, Instead, NoSuchEntry, UsageError, Way
 
@@ -44,8 +45,10 @@ _OTHER = frozenset({
 # fmt: on
 
 # The name of an optimizer's state in a dict without nesting: "optim.state.w.exp_avg".
+_KINDS = frozenset({"step"}).union(*STATES_OF.values())
 _FLAT_OPTIM = re.compile(
-    rf"(?:(?:{'|'.join(_OUTER)})\.)*(?:{'|'.join(_OPTIM)})\.(?:[^.]+\.)?(state|param_groups)\."
+    rf"(?:app\.)?(?:{'|'.join(_OPTIM)})\.(?:[^.]+\.)?"
+    rf"(?:(param_groups)\.|state\..+\.(?:{'|'.join(_KINDS)})\Z)"
 )
 
 # What counts the steps of a job, alike on all its ranks, and the containers that hold such counts.
@@ -324,7 +327,7 @@ def _whole_part(index: CheckpointIndex) -> tuple[str, ...]:
 def is_in_param_groups(path: Path) -> bool:
     """Whether a path is of an optimizer's param_groups, which may be flattened into names."""
     flat = _FLAT_OPTIM.match(str(path[0]))
-    in_flat = flat is not None and flat[1] == "param_groups"
+    in_flat = flat is not None and flat[1] is not None
     return in_flat or any(_first_word(part) == "param_groups" for part in path)
 
 

@@ -164,12 +164,11 @@ class Reading(ABC):
                 text = f"{path} lacks {some(lacking, _SHOWN)}; {index} has it there."
                 self.problems.append(IncompleteError(text, about=lacking))
             if extra:
-                way = "Loaders differ in which of two copies they take."
-                if weight_map.keys().isdisjoint(extra):
-                    way = "-x leaves out what the index does not have."
+                is_unknown = weight_map.keys().isdisjoint(extra)
+                way = " -x leaves out what the index does not have." if is_unknown else ""
                 disagreement = CheckpointError(
                     f"{path} holds {some(extra, _SHOWN)}; {index} does not have it there.",
-                    hint=f"They are from two saves, or one was edited. {way}",
+                    hint=f"They are from two saves, or one was edited.{way}",
                     about=extra,
                 )
                 self.problems.append(disagreement)

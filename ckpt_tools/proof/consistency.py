@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from posixpath import basename
 
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
-from ckpt_tools.core.names import is_step
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, TensorEntry
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.canonical_names import Inside, owner_of
@@ -85,35 +84,31 @@ def compare_steps(
     A save over an older one that was interrupted leaves such a mix, and nothing else tells it: the
     names, places and lengths are the same, and each item has its own checksum.
     """
-    held: dict[str, list[tuple[str, ByteRange]]] = defaultdict(list)
-    optim = [entry for entry in index.tensors if entry.section == "optim" and entry.numel == 1]
-    counts = [entry for entry in optim if is_step(entry.path, "optim")]
-    for entry in counts:
-        chunks = [chunk for chunk in entry.chunks if chunk.codec is None and is_good(chunk.data)]
-        if len(chunks) == 1:
-            held[chunks[0].data.path].append((entry.fqn, chunks[0].data))
-    dtypes = {entry.dtype for entry in counts}
-    if len(held) < 2 or len(dtypes) > 1:
-        return []
-    (dtype,) = dtypes
-    steps: dict[bytes, str] = {}
-    for path, own in sorted(held.items()):
-        read = {
-            bytes(files.read(path, data.offset, dtype.itemsize)): fqn
-            for fqn, data in islice(own, _MAX_STEPS)
-        }
-        if len(read) > 1:
-            return []
-        steps = {value: f"in {basename(path)} ({fqn})" for value, fqn in read.items()} | steps
-    if len(steps) < 2:
+    counts: dict[str, list[tuple[TensorEntry, ByteRange]]] = defaultdict(list)
+    for entry in index.tensors:
+        if entry.section == "optim" and entry.numel == 1 and entry.fqn.endswith(".step"):
+            held = [chunk for chunk in entry.chunks if chunk.box.numel and chunk.codec is None]
+            if len(held) == 1 and is_good(held[0].data):
+                counts[held[0].data.path].append((entry, held[0].data))
+    if len(counts) < 2:
         return []
     from ckpt_tools.copying.cast import decode  # late: numpy comes with it
 
-    shown = [f"{decode(value, dtype)[0]:.9g} {where}" for value, where in steps.items()]
+    found: dict[complex, str] = {}
+    for path, own in sorted(counts.items()):
+        read = {
+            decode(files.read(path, data.offset, entry.dtype.itemsize), entry.dtype)[0]: entry.fqn
+            for entry, data in islice(own, _MAX_STEPS)
+        }
+        if len(read) > 1:
+            return []
+        found |= {step: f"{step:.9g} in {basename(path)} ({fqn})" for step, fqn in read.items()}
+    if len(found) < 2:
+        return []
     note = (
-        f"The optimizer counts different steps: {some(sorted(shown), 2)}. Either the files are of "
-        f"{len(steps)} saves, as after a save over an older one that was interrupted, or these "
-        "parameters were trained for different times."
+        f"The optimizer counts different steps: {some(sorted(found.values()), 2)}. Either the "
+        f"files are of {len(found)} saves, as after a save over an older one that was interrupted, "
+        "or these parameters were trained for different times."
     )
     return [note]
 

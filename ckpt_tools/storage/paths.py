@@ -140,7 +140,7 @@ def sizes_of_named(folder: str, names: Collection[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     below = {os.path.dirname(name) for name in names} - {""}
     for path in below:
-        with suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(OSError):  # what cannot be listed cannot be read
             listed = file_sizes(joined(folder, path)).items()
             sizes |= {f"{path}/{name}": size for name, size in listed}
     return {name: sizes[name] for name in names if name in sizes}

@@ -84,8 +84,10 @@ class DtypePolicy:
         return (ways[-1] or entry.dtype) if ways and entry.dtype.kind == "float" else None
 
     def _cast(self, entry: TensorEntry) -> DType:
-        follows = entry.dtype.kind == "float" and entry.dtype.bits > 8 and not _counts(entry)
-        return self.dtype if self.dtype is not None and follows else entry.dtype
+        follows = entry.dtype.kind == "float" and entry.dtype.bits > 8
+        if self.dtype is None or not follows or _counts(entry, self.dtype):
+            return entry.dtype
+        return self.dtype
 
     def types_of(self, made: Sequence[_Made]) -> tuple[dict[str, DType], list[str]]:
         """The type of each tensor by its new name, and notes on what stays against ``dtype``.
@@ -105,7 +107,7 @@ class DtypePolicy:
             fqn, own, ruled = entry.fqn, entry.dtype, self._ruled(entry)
             if known.members.keys().isdisjoint(origins):
                 chosen[fqn] = ruled or self._cast(entry)
-                if self.dtype not in (None, own) and ruled is None and _counts(entry):
+                if self.dtype is not None and ruled is None and _counts(entry, self.dtype):
                     counting.append(fqn)
                 near = [known.doubtful[name] for name in origins if name in known.doubtful]
                 if near and ruled is None and chosen[fqn] != own:
@@ -135,9 +137,10 @@ class DtypePolicy:
         return chosen, notes
 
 
-def _counts(entry: TensorEntry) -> bool:
-    """Whether it is a step, a learning rate …: in bfloat16, 256 + 1 is 256."""
-    return entry.section != "model" and not entry.shape and entry.dtype.kind == "float"
+def _counts(entry: TensorEntry, dtype: DType) -> bool:
+    """Whether it is a step, a learning rate …, and the type no wider: bfloat16 has no 257."""
+    is_scalar = entry.section != "model" and not entry.shape and entry.dtype.kind == "float"
+    return is_scalar and dtype != entry.dtype and dtype.bits <= entry.dtype.bits
 
 
 def _refuse_doubtful(doubtful: Mapping[str, str]) -> None:

@@ -159,6 +159,11 @@ class _Framework(NamedTuple):
     mesh_names: tuple[str, ...] = FSDP2_NAMES
     is_one: bool = False
 
+    @property
+    def names_mesh(self) -> bool:
+        """Whether it has names of its own for a mesh."""
+        return self.mesh_names != FSDP2_NAMES
+
     def formats(self, writes: formats.Writes) -> list[str]:
         """The formats that it reads, of those that are ``writes``."""
         return [one for one in self.reads if formats.named(one).writes == writes]

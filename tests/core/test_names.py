@@ -26,12 +26,13 @@ def test_a_flattened_optimizer_is_one_under_any_name() -> None:
     assert sections(("adam", "state.w.exp_avg"), ("adam", "param_groups.w.lr")) == ["optim"] * 2
 
 
-@pytest.mark.parametrize("above", ["optim", "optimizer", "app.optim", "state.optimizers.AdamW"])
+@pytest.mark.parametrize("above", ["optim", "optimizer", "app.optim", "optimizers.AdamW"])
 def test_an_optimizer_in_a_dict_without_nesting_is_known_by_its_names(above: str) -> None:
     paths = ("model.w",), (f"{above}.state.w.exp_avg",), (f"{above}.param_groups.w.lr",)
     assert sections(*paths) == ["model", "optim", "optim"]
     assert [is_in_param_groups(path) for path in paths] == [False, False, True]
     assert sections(("optim.w",), ("optimizer.state",)) == ["model", "model"]
+    assert sections(("encoder.w",), (f"{above}.state.lstm.weight",)) == ["model", "model"]
 
 
 def test_optimizers_of_any_name_are_no_part_of_models_of_any_name() -> None:

@@ -206,6 +206,9 @@ def test_what_is_allowed_by_name_goes_along_from_dcp_too(tmp_path: Path) -> None
     assert found["color"] is Color.RED
     assert torch.equal(found["pair"][0], T)
     assert found["pair"][1] is Color.RED
+    words = ["-o", tmp_path / "c", "--to-mesh", "2", "--check"]
+    done = run("reshard", tmp_path / "a", *words, "--allow-global", f"{__name__}.Color")
+    assert done.exit_code == 0, done.stderr
 
 
 def test_tensors_in_a_closed_value_are_said_to_go(tmp_path: Path) -> None:

@@ -192,3 +192,5 @@ def test_the_names_of_the_mesh_are_said_and_can_be_left_out(tmp_path: Path) -> N
     again = reshard(tmp_path / "named", tmp_path / "again", "--format", "ranks")
     assert "of the same names" not in again.stderr
     assert run("reshard", DCP, "-o", tmp_path / "x", "--to-mesh", "a=2,=2").exit_code == 2
+    refused = run("reshard", DCP, "-o", tmp_path / "x", "--to-mesh", "=2", "--layout", "verl")
+    assert "--layout verl names the mesh: write --to-mesh 2." in refused.stderr

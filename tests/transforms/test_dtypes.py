@@ -39,6 +39,8 @@ def test_scalars_outside_of_the_model_keep_their_type_unless_they_are_named() ->
     found, notes = chosen_dtypes(tensors, BF16, (("lr", BF16),))
     assert found == {"w": BF16, "scale": BF16, "w.step": FP32, "lr": BF16}
     assert notes == ["Not cast: 1 scalar outside of the model, such as step counters (w.step)."]
+    narrow = [replace(one, dtype=BF16) for one in outside]
+    assert set(chosen_dtypes(narrow, FP32, ())[0].values()) == {FP32}
 
 
 def test_the_last_exception_that_matches_wins() -> None:

@@ -300,9 +300,7 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
     ``on_bytes`` is called with 0 first, as soon as no other run may begin.
     ``seen`` gets the CRC-32s of what is read, where the options want that.
     """
-    from ckpt_tools.copying import (
-        write as copy,  # numpy comes with it: only those who write pay for it
-    )
+    from ckpt_tools.copying import write as copy  # late: only those who write pay for it
 
     options, sizes = order.options, order.options.sizes
     is_far = order.source is not None and is_address(order.source.root)

@@ -1,7 +1,7 @@
 """How many threads do a piece of work, how much memory they share, work in such threads, and who
 hears of its progress.
 
-Beyond ten threads of one Python process the interpreter's lock is what they wait for. Below that,
+Beyond ten threads of one Python process the interpreter's lock is what most work waits for. Below,
 the cores that this process may use count: its affinity, and the CPU quota of its control groups.
 """
 

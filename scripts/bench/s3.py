@@ -7,7 +7,8 @@ moto serves a DCP directory of 46 MB (164 tensors, 4 ranks) from this machine, b
 holds each request back and counts requests and bytes. Whole files are read by obstore's own get,
 the ranges of a part by its get_ranges, the checkpoint by torch's FsspecReader (through s3fs), all
 of it copied by s5cmd where that is installed. Each is a process: seconds have its start in them.
-The least of the rounds is shown. moto, boto3, obstore, s3fs and torch must be installed.
+In each round all run in turn; medians are shown. moto, boto3, obstore, s3fs and torch must be
+installed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
+from statistics import median
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -57,9 +60,10 @@ _TORCH = (
 
 
 class Cost(NamedTuple):
-    """Of one process: seconds, and what it asked the server for."""
+    """Of one process: seconds, those of its cores, and what it asked the server for."""
 
     seconds: float
+    cpu: float
     requests: int
     nbytes: int
 
@@ -135,11 +139,12 @@ def _counts(port: int) -> tuple[int, int]:
 
 def _measured(words: tuple[str, ...], *, port: int, out: Path) -> Cost:
     _counts(port)
-    begun = time.monotonic()
+    begun, used = time.monotonic(), getrusage(RUSAGE_CHILDREN)  # of the server not before its end
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
-    seconds = time.monotonic() - begun
+    seconds, now = time.monotonic() - begun, getrusage(RUSAGE_CHILDREN)
     shutil.rmtree(out, ignore_errors=True)
-    return Cost(seconds, *_counts(port))
+    cpu = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    return Cost(seconds, cpu, *_counts(port))
 
 
 def _ranges(folder: Path, path: Path) -> None:
@@ -208,16 +213,17 @@ def main() -> None:
         measure = partial(_measured, port=asked.port, out=Path(name) / "out")
         for milliseconds in asked.ms:
             with _served(folder, port=asked.port, milliseconds=milliseconds):
-                for way, words in _ways(ranges, Path(name) / "out").items():
-                    if not way.startswith(tuple(asked.only.split(","))):
-                        continue
-                    costs = [measure(words) for _ in range(asked.rounds)]
-                    if not rows.get(way):
-                        rows[way] = [f"{costs[-1].requests:,}", f"{costs[-1].nbytes / 1e6:.1f}"]
-                    rows[way].append(f"{min(cost.seconds for cost in costs):.2f}")
+                ways = _ways(ranges, Path(name) / "out")
+                ways = {n: ways[n] for n in ways if n.startswith(tuple(asked.only.split(",")))}
+                in_turn = [[measure(words) for words in ways.values()] for _ in range(asked.rounds)]
+                for way, costs in zip(ways, zip(*in_turn, strict=True), strict=True):
+                    cells = [f"{costs[-1].requests:,}", f"{costs[-1].nbytes / 1e6:.1f}"]
+                    cells.append(f"{median(cost.cpu for cost in costs):.2f}")
+                    seconds = median(cost.seconds for cost in costs)
+                    rows.setdefault(way, cells).append(f"{seconds:.2f}")
                     print(f"{way}, {milliseconds:g} ms: {costs}", file=sys.stderr)
-    print(f"| | requests | MB | {' | '.join(f'{ms:g} ms' for ms in asked.ms)} |")
-    print(f"|---|{'--:|' * (2 + len(asked.ms))}")
+    print(f"| | requests | MB | CPU s | {' | '.join(f'{ms:g} ms' for ms in asked.ms)} |")
+    print(f"|---|{'--:|' * (3 + len(asked.ms))}")
     for way, cells in rows.items():
         print(f"| {way} | {' | '.join(cells)} |")
 

@@ -432,6 +432,19 @@ def test_hostile_pickles_end_in_our_error_and_little_memory(load_one: object, da
     assert peak < 100_000_000
 
 
+def test_a_memo_that_leaves_out_numbers_is_bounded() -> None:
+    gap, many = b"r\x00\x00\x00\x40", b"\x94" * 1_000_000
+    assert load(b"\x80\x04N" + many[:1000] + gap + many[:1000] + b"j\x00\x00\x00\x40.") is None
+    for memo in (many + gap, gap + many):
+        tracemalloc.start()
+        try:
+            with pytest.raises(UnreadableError, match="the numbers of its memo leave some out"):
+                load(b"\x80\x04N" + memo + b".")
+            assert tracemalloc.get_traced_memory()[1] < 100_000_000
+        finally:
+            tracemalloc.stop()
+
+
 def test_a_memo_number_of_a_billion_costs_nothing() -> None:
     tracemalloc.start()
     try:

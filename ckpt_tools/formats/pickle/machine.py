@@ -25,7 +25,6 @@ no number, is longer than its bytes.
 
 from __future__ import annotations
 
-import _compat_pickle
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -37,6 +36,7 @@ from ckpt_tools.formats.pickle.limits import (
     FREE_OBJECTS,
     HEAVY_KEY,
     MAX_COPIED,
+    MAX_GAPS,
     MAX_HEAVY_KEYS,
     MAX_LONG,
     MAX_MARKS,
@@ -56,8 +56,6 @@ from ckpt_tools.formats.pickle.nodes import (
 )
 
 _NEWEST_PROTOCOL = 5
-# Modules by the names that the oldest NumPy and Python load, too.
-_MOVED = {"numpy.core.": "numpy._core.", "pathlib._local": "pathlib"}
 # What Python raises for texts, numbers and keys that are none, and our functions for odd arguments.
 _DAMAGE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
@@ -73,10 +71,25 @@ Replay: TypeAlias = "Callable[[Machine, int], int]"
 
 
 class _Gaps(dict[int, object]):
-    """A memo of other numbers than a list has: `pickletools.optimize` leaves out many."""
+    """A memo of other numbers than a list has: `pickletools.optimize` leaves out many, and what
+    writes so has few left.
+    """
+
+    def __init__(self, first: Sequence[object]) -> None:
+        self._require_few(len(first))
+        super().__init__(enumerate(first))
 
     def append(self, value: object) -> None:
         self[len(self)] = value
+
+    def __setitem__(self, number: int, value: object) -> None:
+        self._require_few(len(self))
+        super().__setitem__(number, value)
+
+    @staticmethod
+    def _require_few(count: int) -> None:
+        if count >= MAX_GAPS:
+            raise UnreadableError("is hostile: the numbers of its memo leave some out.")
 
     def __missing__(self, number: int) -> object:
         raise IndexError(number)
@@ -162,7 +175,7 @@ class Machine:
             self.memo.append(self.items[-1])
             return
         if isinstance(self.memo, list):
-            self.memo = _Gaps(enumerate(self.memo))
+            self.memo = _Gaps(self.memo)
         self.memo[number] = self.items[-1]
 
     def push_object(self, made: object, objects: int = 1) -> None:
@@ -178,24 +191,14 @@ class Machine:
         )
 
     def named(self, module: str, name: str) -> object:
-        """What stands for a global, by the names that Python 3 has for it.
-
-        Protocol 2 has those of Python 2, also when Python 3 writes it: ``__builtin__.xrange`` is
-        ``builtins.range``. Python itself reads with these tables.
-        """
+        """What stands for a global."""
         asked = module, name
         if asked not in self._named:
             if not is_word(module) or not is_word(name):
                 raise UnsafePickleError("asks for a class with a name of more than 255 characters.")
             if len(self._named) == MAX_NAMES:
                 raise UnreadableError(f"asks for more than {MAX_NAMES:,} classes.")
-            module, name = _compat_pickle.NAME_MAPPING.get(asked, asked)
-            module = _compat_pickle.IMPORT_MAPPING.get(module, module)
-            for old, new in _MOVED.items():
-                if module.startswith(old):
-                    module = new + module[len(old) :]
-            full = Global(printable(f"{module}.{name}"), nested="." in name)
-            self._named[asked] = self._resolve(full)
+            self._named[asked] = self._resolve(Global.of(module, name))
         return self._named[asked]
 
     def called(self, function: object, args: object) -> object:

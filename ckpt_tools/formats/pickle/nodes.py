@@ -6,17 +6,20 @@ pickle hands over for it. Only a `Function` is ever called, and only a `Repeated
 
 from __future__ import annotations
 
+import _compat_pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.core.state_tree import Key
-from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError, printable
 from ckpt_tools.formats.pickle.limits import HEAVY_KEY, MADE_KEY, MAX_KEY_BITS
 
 Columns = Mapping[str, Sequence[object]]
 
+# Modules by the names that the oldest NumPy and Python load, too.
+_MOVED = {"numpy.core.": "numpy._core.", "pathlib._local": "pathlib"}
 # What an object is, where a pickle asks for the function that makes it.
 _MADE_BY = {
     "numpy._core.multiarray._reconstruct": "numpy.ndarray",
@@ -39,6 +42,20 @@ class Global:
 
     name: str
     nested: bool = False
+
+    @classmethod
+    def of(cls, module: str, name: str) -> Global:
+        """The one that a pickle calls so.
+
+        Protocol 2 has the names of Python 2, also when Python 3 writes it: ``__builtin__.xrange``
+        is ``builtins.range``. Python itself reads with these tables.
+        """
+        module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+        for old, new in _MOVED.items():
+            if module.startswith(old):
+                module = new + module[len(old) :]
+        return cls(printable(f"{module}.{name}"), nested="." in name)
 
     @property
     def qualname(self) -> str:

@@ -19,7 +19,6 @@ import click
 from ckpt_tools.cli import choosing, options, render
 from ckpt_tools.cli.group import error_json, say
 from ckpt_tools.core import records
-from ckpt_tools.core.coverage import describe
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
@@ -31,6 +30,7 @@ from ckpt_tools.proof.fingerprint import is_fingerprint, load
 from ckpt_tools.proof.verify import (
     VerifyReport,
     bytes_to_read,
+    describe,
     expecting_ranks,
     verify,
     verify_quick,

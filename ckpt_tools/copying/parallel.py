@@ -35,13 +35,7 @@ _CGROUPS = "/sys/fs/cgroup"
 
 
 def choose_threads(
-    nbytes: int,
-    sizes: Sizes,
-    *,
-    lanes: int,
-    processes: int = 1,
-    far: bool = False,
-    most: int = _MOST_THREADS,
+    nbytes: int, sizes: Sizes, *, lanes: int, processes: int = 1, far: bool = False
 ) -> int:
     """How many threads of this process should work on so many bytes.
 
@@ -49,9 +43,9 @@ def choose_threads(
 
     ``lanes`` is the number of things that can be worked on without waiting for one another: output
     files to write, tensors or ranges to read. A lane keeps two threads busy: one writes its file
-    while the other reads. ``processes`` share the cores, of which ``most`` at most are used.
+    while the other reads. ``processes`` share the cores.
     """
-    cores = max(_LEAST_THREADS, min(most, usable_cores() // processes))
+    cores = max(_LEAST_THREADS, min(_MOST_THREADS, usable_cores() // processes))
     if far:
         cores, lanes = _MOST_REQUESTS, _MOST_REQUESTS
     useful = min(2 * lanes, -(-nbytes // sizes.thread_work))
@@ -156,7 +150,6 @@ def in_threads(
     threads: int | None,
     nbytes: Callable[[Item], int],
     ahead: Callable[[list[Item]], object] | None = None,
-    most: int = _MOST_THREADS,
 ) -> list[Result]:
     """The result of ``work`` on each item, in the order of the items; the largest come first.
 
@@ -164,8 +157,7 @@ def in_threads(
 
     ``nbytes`` says how large an item is. Of a store, ``ahead`` fetches what small items need that
     are next to be worked on by the thread that calls it. Without a number of ``threads``, the
-    machine and the items choose it, ``most`` at the most. The first error ends it all, and is
-    raised.
+    machine and the items choose it. The first error ends it all and is raised.
     """
     results: dict[int, Result] = {}
     left = iter(_in_groups(items, nbytes, sizes.proof_group))  # each thread takes its next from it
@@ -186,8 +178,7 @@ def in_threads(
 
     if threads is None:
         far, lanes = ahead is not None, len(items)
-        total = sum(map(nbytes, items))
-        threads = choose_threads(total, sizes, lanes=lanes, far=far, most=most)
+        threads = choose_threads(sum(map(nbytes, items)), sizes, lanes=lanes, far=far)
     pool = [Background(run) for _ in range(min(max(1, threads), len(items)))]
     try:
         for one in pool:

@@ -28,7 +28,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ckpt_tools.copying.origin import reads_one_save
-from ckpt_tools.copying.parallel import Tally, ignore_bytes, in_threads
+from ckpt_tools.copying.parallel import Tally, ignore_bytes, in_threads, usable_cores
 from ckpt_tools.copying.read import fetching, stream_box
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
@@ -44,7 +44,7 @@ from ckpt_tools.core.text import Shown
 from ckpt_tools.errors import UnreadableError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, canonical_names, clean_name
 from ckpt_tools.proof.pairs import located_batches
-from ckpt_tools.storage.paths import open_file
+from ckpt_tools.storage.paths import is_address, open_file
 from ckpt_tools.storage.reader import Files
 
 SCHEMA = "ckpt-tools/fingerprint/1"
@@ -126,6 +126,8 @@ def fingerprint(
     """
     inside: dict[str, Inside] = {}
     tally = Tally(on_bytes)
+    if threads is None and not is_address(index.root):
+        threads = min(_MOST_THREADS, usable_cores())
 
     def digest(entry: TensorEntry) -> TensorDigest:
         value = digest_of(entry, files, on_bytes=tally.add)
@@ -141,7 +143,6 @@ def fingerprint(
             threads=threads,
             nbytes=lambda e: e.nbytes,
             ahead=fetching(files, index.root),
-            most=_MOST_THREADS,
         )
     return of_tensors(digests)
 

@@ -11,12 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.parallel import Background, Tally, ignore_bytes
-from ckpt_tools.core.coverage import holes, uncovered
+from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
@@ -416,3 +417,49 @@ def expecting_ranks(report: VerifyReport, index: CheckpointIndex, ranks: int) ->
         f"{index.root} should be of {counted(ranks, 'rank')}, but {' and '.join(faults)}."
     )
     return replace(report, problems=(problem, *report.problems))
+
+
+def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
+    """The elements of ``shape`` that none of ``boxes`` holds, as disjoint boxes in row-major order.
+
+    Neighbouring holes along the first dimension are one.
+    """
+    if 0 in shape:
+        return []
+    solid = [box for box in boxes if 0 not in box.sizes]
+    if not solid:
+        return [Box.whole(shape)]
+    if not shape:
+        return []
+    found: list[Box] = []
+    last: dict[Box, int] = {}  # by what a hole is in the other dimensions, where it is in these
+    waiting = sorted(solid, key=lambda box: box.offsets[0], reverse=True)
+    here: list[Box] = []
+    edges = {0, shape[0]} | {edge for box in solid for edge in (box.offsets[0], box.ends[0])}
+    # Between two edges all rows are held by the same boxes.
+    for start, end in pairwise(sorted(edge for edge in edges if 0 <= edge <= shape[0])):
+        here = [box for box in here if box.ends[0] > start]
+        while waiting and waiting[-1].offsets[0] <= start:
+            here.append(waiting.pop())
+        if any(box.sizes[1:] == tuple(shape[1:]) for box in here):
+            continue
+        for hole in holes(shape[1:], {Box(box.offsets[1:], box.sizes[1:]) for box in here}):
+            place = last.get(hole)
+            if place is not None and found[place].ends[0] == start:
+                first = found[place].offsets[0]
+                found[place] = Box((first, *hole.offsets), (end - first, *hole.sizes))
+            else:
+                last[hole] = len(found)
+                found.append(Box((start, *hole.offsets), (end - start, *hole.sizes)))
+    return found
+
+
+def describe(box: Box, shape: Sequence[int]) -> str:
+    """A box as text: ``rows 3:6 of 11``, or its slices."""
+    if not shape:
+        return "its one value"
+    if box == Box.whole(shape):
+        return f"all of {list(shape)}"
+    if box.sizes[1:] == tuple(shape[1:]):
+        return f"rows {box.offsets[0]}:{box.ends[0]} of {shape[0]:,}"
+    return f"{box} of {list(shape)}"

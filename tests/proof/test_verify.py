@@ -19,7 +19,6 @@ from size_records import DEFAULT
 
 from ckpt_tools import formats
 from ckpt_tools.copying.parallel import ignore_bytes
-from ckpt_tools.core.coverage import describe, holes
 from ckpt_tools.core.crc import KnownCrcs
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
@@ -32,7 +31,14 @@ from ckpt_tools.proof import damage
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage import IntervalMap, read_everything
-from ckpt_tools.proof.verify import VerifyReport, bytes_to_read, verify, verify_quick
+from ckpt_tools.proof.verify import (
+    VerifyReport,
+    bytes_to_read,
+    describe,
+    holes,
+    verify,
+    verify_quick,
+)
 from ckpt_tools.storage.reader import Files, Window
 
 DATA = Path(__file__).parents[1] / "data"

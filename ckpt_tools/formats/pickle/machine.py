@@ -71,25 +71,15 @@ Replay: TypeAlias = "Callable[[Machine, int], int]"
 
 
 class _Gaps(dict[int, object]):
-    """A memo of other numbers than a list has: `pickletools.optimize` leaves out many, and what
-    writes so has few left.
-    """
-
-    def __init__(self, first: Sequence[object]) -> None:
-        self._require_few(len(first))
-        super().__init__(enumerate(first))
+    """A memo of other numbers than a list has: `pickletools.optimize` leaves out many."""
 
     def append(self, value: object) -> None:
         self[len(self)] = value
 
     def __setitem__(self, number: int, value: object) -> None:
-        self._require_few(len(self))
-        super().__setitem__(number, value)
-
-    @staticmethod
-    def _require_few(count: int) -> None:
-        if count >= MAX_GAPS:
+        if len(self) == MAX_GAPS:
             raise UnreadableError("is hostile: the numbers of its memo leave some out.")
+        super().__setitem__(number, value)
 
     def __missing__(self, number: int) -> object:
         raise IndexError(number)
@@ -175,7 +165,9 @@ class Machine:
             self.memo.append(self.items[-1])
             return
         if isinstance(self.memo, list):
-            self.memo = _Gaps(self.memo)
+            first, self.memo = self.memo, _Gaps()
+            for value in first:
+                self.memo.append(value)
         self.memo[number] = self.items[-1]
 
     def push_object(self, made: object, objects: int = 1) -> None:

@@ -26,12 +26,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard, on_mesh
-from ckpt_tools.core.mesh_spec import (
-    default_placements,
-    described,
-    fsdp_order,
-    parse_mesh,
-)
+from ckpt_tools.core.mesh_spec import default_placements, described, fsdp_order, parse_mesh
 from ckpt_tools.core.names import select
 from ckpt_tools.core.options import option
 from ckpt_tools.core.plan import Target

@@ -39,10 +39,7 @@ class Origin:
 
     @classmethod
     def of(
-        cls,
-        indexes: Sequence[CheckpointIndex],
-        plans: LazyPlans,
-        options: Mapping[str, str],
+        cls, indexes: Sequence[CheckpointIndex], plans: LazyPlans, options: Mapping[str, str]
     ) -> Origin:
         """The origin of these plans, made with these options for these checkpoints."""
         sources = {}

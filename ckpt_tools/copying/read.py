@@ -189,11 +189,7 @@ def read_box(
 
 
 def stream_box(
-    entry: TensorEntry,
-    box: Box,
-    *,
-    files: Files,
-    on_run: OnRun | None = None,
+    entry: TensorEntry, box: Box, *, files: Files, on_run: OnRun | None = None
 ) -> Iterator[memoryview]:
     """The bytes that `read_box` gives, in pieces of one step each that share one buffer.
 

@@ -25,13 +25,7 @@ from ckpt_tools.errors import (
     Way,
     paths_instead,
 )
-from ckpt_tools.formats import (
-    foreign,
-    frameworks,
-    rank_files,
-    slices,
-    torch_file,
-)
+from ckpt_tools.formats import foreign, frameworks, rank_files, slices, torch_file
 from ckpt_tools.formats.protocol import ReadOptions
 from ckpt_tools.formats.registry import detect, rank_of
 from ckpt_tools.storage import paths

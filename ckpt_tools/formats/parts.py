@@ -14,13 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    FileEntry,
-    ObjectEntry,
-    Path,
-)
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry, ObjectEntry, Path
 from ckpt_tools.core.state_tree import Branch, dict_of, merge, of_paths
 from ckpt_tools.core.text import rank_spans, some
 from ckpt_tools.errors import (

@@ -14,13 +14,7 @@ from dataclasses import replace
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.core.text import counted, some
-from ckpt_tools.errors import (
-    CheckpointError,
-    IncompleteError,
-    Instead,
-    UnsupportedError,
-    Way,
-)
+from ckpt_tools.errors import CheckpointError, IncompleteError, Instead, UnsupportedError, Way
 from ckpt_tools.formats.frameworks import number_of_part
 from ckpt_tools.formats.protocol import Cut, ReadOptions
 from ckpt_tools.formats.torch_file import read as torch_file

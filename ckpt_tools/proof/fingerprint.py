@@ -32,13 +32,7 @@ from ckpt_tools.copying.parallel import Tally, ignore_bytes, in_threads, usable_
 from ckpt_tools.copying.read import fetching, stream_box
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import (
-    SECTIONS,
-    CheckpointIndex,
-    Path,
-    Section,
-    TensorEntry,
-)
+from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Path, Section, TensorEntry
 from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.core.text import Shown
 from ckpt_tools.errors import UnreadableError, unreadable

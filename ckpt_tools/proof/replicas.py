@@ -50,11 +50,7 @@ def differing_replicas(
         return [replicas_differ({entry.fqn: f"{chunk.box} {who}"})]
 
     errors = in_threads(
-        compare,
-        pairs,
-        files.sizes,
-        threads=threads,
-        nbytes=lambda pair: pair[2].length,
+        compare, pairs, files.sizes, threads=threads, nbytes=lambda pair: pair[2].length
     )
     return list(chain.from_iterable(errors))
 
@@ -70,11 +66,7 @@ def require_equal_replicas(index: CheckpointIndex, files: Files, *, threads: int
         return ""
     located = formats.locate(replace(index, tensors=left, objects=(), problems=()), files)
     errors = differing_replicas(
-        located.tensors,
-        files,
-        is_good=lambda _: True,
-        threads=threads,
-        tally=Tally(ignore_bytes),
+        located.tensors, files, is_good=lambda _: True, threads=threads, tally=Tally(ignore_bytes)
     )
     replace(located, problems=tuple(errors)).require_whole()
     return f" The replicas of {counted(len(left), 'tensor')}, compared byte by byte, are equal."

@@ -467,10 +467,7 @@ class LaidOut(NamedTuple):
 
 
 def plan(
-    index: CheckpointIndex,
-    targets: Sequence[Target],
-    layout: FrameworkLayout,
-    target: LayoutTarget,
+    index: CheckpointIndex, targets: Sequence[Target], layout: FrameworkLayout, target: LayoutTarget
 ) -> LaidOut:
     """The files of a checkpoint, its objects opened, as the loader of ``layout`` expects them.
 

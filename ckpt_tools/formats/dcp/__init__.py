@@ -8,14 +8,7 @@ from typing import ClassVar
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.formats.protocol import (
-    ChecksumPart,
-    Format,
-    Index,
-    PlanOptions,
-    Reader,
-    Writes,
-)
+from ckpt_tools.formats.protocol import ChecksumPart, Format, Index, PlanOptions, Reader, Writes
 from ckpt_tools.storage.reader import Files
 
 

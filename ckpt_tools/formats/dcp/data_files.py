@@ -12,17 +12,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckpt_tools.core.coverage import uncovered
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    Grid,
-)
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Grid
 from ckpt_tools.core.text import are, some
-from ckpt_tools.errors import (
-    CheckpointError,
-    IncompleteError,
-    UnreadableError,
-)
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.foreign import lfs_pointer, sniff
 from ckpt_tools.storage import paths
 

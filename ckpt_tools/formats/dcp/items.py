@@ -17,19 +17,8 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from ckpt_tools.core.crc import StoredCrc
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    Chunk,
-    ObjectEntry,
-    TensorEntry,
-)
-from ckpt_tools.errors import (
-    CheckpointError,
-    UnreadableError,
-    UnsafePickleError,
-    UnsupportedError,
-)
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.nodes import shown
 from ckpt_tools.formats.pickle.rebuild import RESAVE
@@ -37,12 +26,7 @@ from ckpt_tools.formats.pickle.stored import Stored, StoredTensor
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart, is_there, lengths_of, plain_parts
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved, strides_of
 from ckpt_tools.formats.zip import read as torch_zip
-from ckpt_tools.formats.zip.archives import (
-    MAX_FRAME,
-    Archives,
-    KnownArchives,
-    parts_of_files,
-)
+from ckpt_tools.formats.zip.archives import MAX_FRAME, Archives, KnownArchives, parts_of_files
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window, batches
 

@@ -10,14 +10,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    Chunk,
-    ObjectEntry,
-    Path,
-    TensorEntry,
-)
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, Path, TensorEntry
 from ckpt_tools.core.plain_values import are_same
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError

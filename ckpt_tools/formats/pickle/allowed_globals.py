@@ -160,8 +160,7 @@ def runner_error(name: str) -> UnsafePickleError:
             "it was made, and save its state dict with torch.save."
         )
     return UnsafePickleError(
-        f"asks for {name}, which can run code; it was not run, and it cannot be allowed.",
-        hint=hint,
+        f"asks for {name}, which can run code; it was not run, and it cannot be allowed.", hint=hint
     )
 
 

@@ -18,10 +18,7 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.pickle.allowed_globals import runner_error
 from ckpt_tools.formats.pickle.limits import is_word
 from ckpt_tools.formats.pickle.nodes import ATOMS, Function, Global, Instance, Opaque, call, shown
-from ckpt_tools.formats.pickle.stored import (
-    LAYOUTS,
-    as_counts,
-)
+from ckpt_tools.formats.pickle.stored import LAYOUTS, as_counts
 
 _SCALAR = Global("numpy._core.multiarray.scalar")
 _RECONSTRUCT, _ARRAY = Global("numpy._core.multiarray._reconstruct"), Global("numpy.ndarray")

@@ -24,12 +24,7 @@ from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, FileEntry, ObjectEntry, Path
 from ckpt_tools.core.state_tree import Branch, merge
 from ckpt_tools.core.text import some
-from ckpt_tools.errors import (
-    CheckpointError,
-    UnreadableError,
-    UnsafePickleError,
-    UnsupportedError,
-)
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle import shared_storage as ties
 from ckpt_tools.formats.pickle.load import collector_paused
 from ckpt_tools.formats.pickle.state_dict import StateDict, flatten

@@ -47,11 +47,7 @@ from ckpt_tools.formats.pickle.dump import (
 from ckpt_tools.formats.pickle.nodes import Instance
 from ckpt_tools.formats.protocol import PlanOptions
 from ckpt_tools.formats.rank_files import file_names as rank_names
-from ckpt_tools.formats.torch_file.dtensor_write import (
-    dtensor_node,
-    mesh_ranks,
-    rank_mesh,
-)
+from ckpt_tools.formats.torch_file.dtensor_write import dtensor_node, mesh_ranks, rank_mesh
 from ckpt_tools.formats.torch_file.generations import (
     NEWEST,
     Generation,

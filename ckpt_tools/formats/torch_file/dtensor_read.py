@@ -12,14 +12,7 @@ from operator import mul
 from typing import TypeAlias
 
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.layout import (
-    Layout,
-    Mesh,
-    Placement,
-    Replicate,
-    Shard,
-    strided_order,
-)
+from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard, strided_order
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.stored import (
     StoredDTensor,

@@ -33,13 +33,7 @@ from ckpt_tools.formats.protocol import (
     plain_parts,
     ready,
 )
-from ckpt_tools.formats.zip.read import (
-    Archive,
-    VaryingRecord,
-    archive_in,
-    ends_of,
-    read_archive,
-)
+from ckpt_tools.formats.zip.read import Archive, VaryingRecord, archive_in, ends_of, read_archive
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window, batches
 

@@ -37,7 +37,7 @@ from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import frameworks, param_names
 from ckpt_tools.transforms.base import TransformedTensor
-from ckpt_tools.transforms.dtypes import DtypePolicy
+from ckpt_tools.transforms.dtypes import DtypePolicy, idle_notes
 from ckpt_tools.transforms.frameworks import FrameworkLayout, LaidOut, LayoutTarget
 from ckpt_tools.transforms.optimizer import ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
@@ -230,7 +230,7 @@ def _on_mesh(
             layout = Layout(mesh, placements, fsdp_order(mesh, placements))
         layouts[entry.fqn] = _checked(entry, layout)
     targets = (Target(e.fqn, e.path, e, types[e.fqn], layouts[e.fqn]) for e in tensors)
-    idle = names.idle_notes("--place", (pattern for pattern, _ in options.rules), layouts)
+    idle = idle_notes("--place", (pattern for pattern, _ in options.rules), layouts)
     return (*targets,), [described(mesh, usual), *_notes(layouts, tensors, options), *idle]
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Words = NDArray[np.generic[object]]
-    Codes = NDArray[np.uint8]
     Reals = NDArray[np.float64]
     Numbers = NDArray[np.float64] | NDArray[np.complex128]
     Step = Callable[[Words, Words], None]

@@ -230,12 +230,8 @@ def ignore_bytes(nbytes: int) -> None:
     """No-op progress callback."""
 
 
-def ignore_note(note: str) -> None:
+def ignore_note(_note: str = "") -> None:
     """No-op callback for notes."""
-
-
-def _ignore() -> None:
-    """No-op callback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +246,7 @@ class Listener:
     on_bytes: Callable[[int], None] = ignore_bytes
     on_total: Callable[[int], None] = ignore_bytes
     on_note: Callable[[str], None] = ignore_note
-    on_written: Callable[[], None] = _ignore
+    on_written: Callable[[], None] = ignore_note
 
 
 SILENT = Listener()

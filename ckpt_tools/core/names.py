@@ -248,14 +248,6 @@ def idle(texts: Iterable[str], held: Iterable[str]) -> list[str]:
     return list(waiting)
 
 
-def idle_notes(option: str, patterns: Iterable[str], held: Iterable[str]) -> list[str]:
-    """A note on each pattern of an option that matches no tensor to write."""
-    return [
-        f"{option} '{text}' matches no tensor; a glob is for the whole name."
-        for text in idle(patterns, held)
-    ]
-
-
 def _pattern(text: str) -> re.Pattern[str]:
     if not text.startswith("re:"):
         return re.compile(r"\A" + translate(text))
@@ -327,8 +319,7 @@ def _whole_part(index: CheckpointIndex) -> tuple[str, ...]:
 def is_in_param_groups(path: Path) -> bool:
     """Whether a path is of an optimizer's param_groups, which may be flattened into names."""
     flat = _FLAT_OPTIM.match(str(path[0]))
-    in_flat = flat is not None and flat[1] is not None
-    return in_flat or any(_first_word(part) == "param_groups" for part in path)
+    return bool(flat and flat[1]) or any(_first_word(part) == "param_groups" for part in path)
 
 
 def is_step(path: Path, section: Section) -> bool:

@@ -374,8 +374,7 @@ def _snapshot_of(folder: str) -> str | None:
     with open(paths.open_file(named), "rb") as file:
         revision = file.read(_MAX_LINK).decode("ascii", "replace").strip()
     snapshot = os.path.join(folder, "snapshots", revision)
-    is_one = re.fullmatch(r"\w+", revision) and os.path.isdir(snapshot)
-    return snapshot if is_one else None
+    return snapshot if re.fullmatch(r"\w+", revision) and os.path.isdir(snapshot) else None
 
 
 def _inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:

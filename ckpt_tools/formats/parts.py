@@ -102,12 +102,8 @@ class _Joining:
         except CheckpointError as error:
             self.problems.append(error.concerning((f"{names.join(place)}.*",)))
             return
-        bare = CheckpointIndex(
-            *(path, "torch", ()),
-            files=(FileEntry(path, length),),
-            tree=tree,
-            allowed=self.options.allow_globals,
-        )
+        allowed, file = self.options.allow_globals, FileEntry(path, length)
+        bare = CheckpointIndex(path, "torch", (), files=(file,), tree=tree, allowed=allowed)
         with Files() as files:  # tensors in it are tensors of the checkpoint, for every command
             self.others.append(open_containers(bare.holding(entries), files))
 

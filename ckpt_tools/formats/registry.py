@@ -108,8 +108,7 @@ def located_in(
     chunks = [chunk for entry in entries for chunk in entry.chunks]
     used = {data.path for chunk in chunks for data in (chunk.data, *chunk.replicas)}
     needed = tuple(file for file in source.files if file.path in used)
-    index = replace(to_locate_in(source), tensors=tuple(entries), files=needed)
-    located = locate(index, files)
+    located = locate(replace(to_locate_in(source), tensors=tuple(entries), files=needed), files)
     located.require_whole()
     return located.tensors
 

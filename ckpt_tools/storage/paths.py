@@ -141,8 +141,8 @@ def sizes_of_named(folder: str, names: Collection[str]) -> dict[str, int]:
     below = {os.path.dirname(name) for name in names} - {""}
     for path in below:
         with suppress(OSError):  # what cannot be listed cannot be read
-            listed = file_sizes(joined(folder, path)).items()
-            sizes |= {f"{path}/{name}": size for name, size in listed}
+            inside = file_sizes(joined(folder, path))
+            sizes |= {f"{path}/{name}": inside[name] for name in inside}
     return {name: sizes[name] for name in names if name in sizes}
 
 

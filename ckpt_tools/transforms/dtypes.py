@@ -6,7 +6,7 @@ It knows types and names, never values. What a quantized weight is made of, `qua
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -127,7 +127,7 @@ class DtypePolicy:
             cast.append(fqn)
         _refuse_doubtful(doubtful)
         notes = _kept_notes(kept, known)
-        notes += names.idle_notes("--dtype-for", (pattern for pattern, _ in self.rules), chosen)
+        notes += idle_notes("--dtype-for", (pattern for pattern, _ in self.rules), chosen)
         if counting:
             scalars = f"{counted(len(counting), 'scalar')} outside of the model"
             notes.append(f"Not cast: {scalars}, such as step counters ({some(sorted(counting))}).")
@@ -189,3 +189,11 @@ def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -
     kept = f"{counted(len(masters), 'float32 master weight')} ({some(sorted(masters))})"
     own = ", ".join(sorted(narrow))
     return [f"The optimizer holds {kept}; the model's own weights are written, in {own}."]
+
+
+def idle_notes(option: str, patterns: Iterable[str], held: Iterable[str]) -> list[str]:
+    """A note on each pattern of an option that matches no tensor to write."""
+    return [
+        f"{option} '{text}' matches no tensor; a glob is for the whole name."
+        for text in names.idle(patterns, held)
+    ]

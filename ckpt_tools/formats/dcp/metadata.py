@@ -256,8 +256,7 @@ def load_metadata(data: bytes, *, where: str, replay_from: int = _REPLAY_FROM) -
             from ckpt_tools.formats.pickle.replay import Repetition  # late: most files are small
 
             replay = Repetition(_SIZE).entries_after
-        machine = Machine(data, resolve=_resolved, storage=_no_storage, replay=replay)
-        value, _ = machine.run()
+        value, _ = Machine(data, resolve=_resolved, storage=_no_storage, replay=replay).run()
         try:
             return _metadata(value, len(data))
         except AttributeError as error:

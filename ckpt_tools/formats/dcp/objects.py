@@ -81,8 +81,7 @@ def open_containers(index: Index, files: Files) -> Index:
     def part(fqn: str) -> str | Branch[str]:
         return containers[fqn][1] if fqn in containers else fqn
 
-    whole = index.holding(entries)
-    return replace(whole, packed=tuple(packed), tree=index.nesting.map(part))
+    return replace(index.holding(entries), packed=tuple(packed), tree=index.nesting.map(part))
 
 
 def open_objects(index: Index, files: Files, *, largest: int | None = None) -> Index:

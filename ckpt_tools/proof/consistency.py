@@ -92,25 +92,27 @@ def compare_steps(
                 counts[held[0].data.path].append((entry, held[0].data))
     if len(counts) < 2:
         return []
-    from ckpt_tools.copying.cast import decode  # late: numpy comes with it
-
-    found: dict[complex, str] = {}
+    found: dict[bytes, tuple[str, TensorEntry]] = {}
     for path, own in sorted(counts.items()):
         read = {
-            decode(files.read(path, data.offset, entry.dtype.itemsize), entry.dtype)[0]: entry.fqn
+            files.read(path, data.offset, entry.dtype.itemsize): (basename(path), entry)
             for entry, data in islice(own, _MAX_STEPS)
         }
         if len(read) > 1:
             return []
-        found |= {step: f"{step:.9g} in {basename(path)} ({fqn})" for step, fqn in read.items()}
+        found |= read
     if len(found) < 2:
         return []
+    from ckpt_tools.copying.cast import decode  # late: numpy comes with it
+
+    steps = {decode(value, one.dtype)[0]: (name, one) for value, (name, one) in found.items()}
+    shown = sorted(f"{step:.9g} in {name} ({one.fqn})" for step, (name, one) in steps.items())
     note = (
-        f"The optimizer counts different steps: {some(sorted(found.values()), 2)}. Either the "
-        f"files are of {len(found)} saves, as after a save over an older one that was interrupted, "
-        "or these parameters were trained for different times."
+        f"The optimizer counts different steps: {some(shown, 2)}. Either the files are of "
+        f"{len(steps)} saves, as after a save over an older one that was interrupted, or these "
+        "parameters were trained for different times."
     )
-    return [note]
+    return [note] if len(steps) > 1 else []
 
 
 def _split_in_model(

@@ -64,7 +64,8 @@ def test_it_ends_at_any_moment(delay: float) -> None:
         running.send_signal(signal.SIGINT)
         running.stdout.read()
         assert running.stderr.read() in (b"", b"Stopped.\n")
-    assert running.returncode in (0, 130)
+    # At its very end Python has put its handlers away; a shell calls death by the signal 130, too.
+    assert running.returncode in (0, 130, -signal.SIGINT)
 
 
 def test_it_ends_a_completion_silently() -> None:

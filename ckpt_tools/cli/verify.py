@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -25,8 +25,6 @@ from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
 from ckpt_tools.errors import AnswerNo, CkptError, UsageError
 from ckpt_tools.formats import Saved, read_index, run_of
-from ckpt_tools.proof.compare import Comparison, compare, compare_checkpoints
-from ckpt_tools.proof.fingerprint import is_fingerprint, load
 from ckpt_tools.proof.verify import (
     VerifyReport,
     bytes_to_read,
@@ -36,7 +34,10 @@ from ckpt_tools.proof.verify import (
     verify_quick,
 )
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.rank_states import RankStates, without_left_out
+
+if TYPE_CHECKING:  # --against imports them: most runs read and compare nothing
+    from ckpt_tools.proof.compare import Comparison
+    from ckpt_tools.transforms.rank_states import RankStates
 
 _HELP = """Check that a checkpoint is complete; say what is damaged, and what is still complete.
 
@@ -188,6 +189,10 @@ def _each(ckpts: Sequence[str], asked: _Asked) -> None:
 
 def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
     """Compare the chosen tensors with a fingerprint, or with those of another checkpoint."""
+    from ckpt_tools.proof.compare import compare, compare_checkpoints
+    from ckpt_tools.proof.fingerprint import is_fingerprint, load
+    from ckpt_tools.transforms.rank_states import without_left_out
+
     chosen, threads = asked.filters, asked.threads
     if is_fingerprint(against):
         if asked.cast:
@@ -375,6 +380,8 @@ def as_json(report: VerifyReport, other: _Against | None) -> dict[str, render.Js
     """The object of schema ckpt-tools/verify/1, with what --against found."""
     if other is None:
         return report.to_dict() | {"against": None}
+    from ckpt_tools.proof.compare import Comparison
+
     compared = other.compared or Comparison((), (), (), ())
     against: dict[str, render.Json] = {
         "path": other.path,

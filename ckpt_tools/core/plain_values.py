@@ -28,10 +28,19 @@ class TorchValue(str):
 
     ``torch.float32``, ``torch.strided``, ``torch.device('cuda:0')``, and what Composer saves with
     its progress: ``datetime.timedelta(0, 5, 250)``, ``torch.torch_version.TorchVersion('2.7.0')``.
-    A scalar of NumPy, too: ``numpy.float64(0.1)``.
+    A scalar of NumPy, too: ``numpy.float64(0.1)``. ``node`` is what a pickle says for it, and None
+    where that is the text as a name.
     """
 
-    __slots__ = ()
+    __slots__ = ("node",)
+
+    node: object
+
+    def __new__(cls, text: str, node: object = None) -> TorchValue:
+        """The value of this text."""
+        made = super().__new__(cls, text)
+        made.node = node
+        return made
 
     def __repr__(self) -> str:
         """The text itself, which tells it from a str."""

@@ -169,6 +169,13 @@ def test_strided_shards_keep_their_split_factor() -> None:
     assert (StoredPlacement("SS", 0, 2), StoredPlacement("S", 0)) in kinds
 
 
+@pytest.mark.parametrize("other", [storage("torch.IntStorage"), storage(numel=7)])
+def test_a_storage_of_two_types_or_sizes_is_refused(other: bytes) -> None:
+    assert load(b"\x80\x02" + storage() + storage() + b"\x86.") is not None
+    with pytest.raises(UnreadableError, match="with two types or sizes"):
+        load(b"\x80\x02" + storage() + other + b"\x86.")
+
+
 def test_tied_tensors_share_a_storage() -> None:
     path = next(saved_files(CASES / "C20_tied_shared_storage"))
     found = load(data_pickle(path))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from ckpt_tools.core.plain_values import PlainValue, TorchValue
-from ckpt_tools.errors import CheckpointError, UnsafePickleError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import (
     SHARDED_TENSOR_MODULES,
     is_harmless,
@@ -24,7 +24,7 @@ from ckpt_tools.formats.pickle.allowed_globals import (
 from ckpt_tools.formats.pickle.containers import CONTAINER_FUNCTIONS
 from ckpt_tools.formats.pickle.limits import MAX_PICKLE
 from ckpt_tools.formats.pickle.machine import CutPickleError, Machine
-from ckpt_tools.formats.pickle.nodes import Global, Opaque
+from ckpt_tools.formats.pickle.nodes import Global, Opaque, shown
 from ckpt_tools.formats.pickle.rebuild import (
     NAMING_FUNCTIONS,
     TENSOR_FUNCTIONS,
@@ -48,7 +48,7 @@ def placed(where: str) -> Iterator[None]:
         raise error.at(where, link) from error
 
 
-_VERB = re.compile("(asks|describes|does|gives|has|holds|is|lists|places|unfolds) ")
+_VERB = re.compile("(asks|describes|does|gives|has|holds|is|lists|names|places|unfolds) ")
 
 
 @contextmanager
@@ -132,8 +132,8 @@ def _tensors(
 
     def storage(pid: object) -> StoredStorage | Global:
         stored = storage_from_id(pid)
-        if isinstance(stored, StoredStorage):
-            storages[stored.key] = stored
+        if isinstance(stored, StoredStorage) and storages.setdefault(stored.key, stored) != stored:
+            raise UnreadableError(f"names storage {shown(stored.key)} with two types or sizes.")
         return stored
 
     made, end = _value(data, _Names(allow, reads_tensors=True), storage)

@@ -37,7 +37,7 @@ from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.storage.waiting import PATIENCE
 from ckpt_tools.transforms.base import Transform
-from ckpt_tools.transforms.dtypes import parse_cast, parse_rule
+from ckpt_tools.transforms.dtypes import overflow_notes, parse_cast, parse_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,8 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
         listener.on_written()
         if notes is None:
             notes = _compared(plan, options, spec.place.folder, seen, listener)
-    return replace(plan, notes=(*plan.notes, *resumed, *notes))
+    lost = overflow_notes(seen.overflowed)
+    return replace(plan, notes=(*plan.notes, *resumed, *lost, *notes))
 
 
 def _compared(
@@ -331,4 +332,5 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
             locate=locate,
             on_file=finisher.written,
             on_run=seen.add if options.checks_source else None,
+            on_overflow=seen.overflowed.add,
         )

@@ -58,15 +58,38 @@ class Caster:
             )
         self._source, self._target, self._block = _words(source), _words(target), block
         self._step = _step(source, target, block)
+        self._types, self._infinity = (source, target), _infinity(source, target)
 
-    def cast(self, source: memoryview, target: memoryview) -> None:
-        """Cast all elements of ``source`` (raw bytes) to the start of ``target``."""
+    def cast(self, source: memoryview, target: memoryview) -> bool:
+        """Cast all elements of ``source`` (raw bytes) to the start of ``target``; gives whether a
+        finite one became infinite.
+        """
         words = np.frombuffer(source, self._source)
         out = np.frombuffer(target, self._target, count=len(words))
+        overflows = False
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             for start in range(0, len(words), self._block):
                 end = start + self._block
                 self._step(words[start:end], out[start:end])
+                overflows = overflows or self._overflows(words[start:end], out[start:end])
+        return overflows
+
+    def _overflows(self, words: Words, out: Words) -> bool:
+        """Whether a finite element became infinite. Two maxima, a tenth of the fastest cast's time,
+        say for nearly all blocks that nothing is infinite or NaN.
+        """
+        if self._infinity is None or not len(out):
+            return False
+        bits = out.view(f"u{out.itemsize}")
+        sign = 1 << (8 * out.itemsize - 1)
+        largest = int(bits.view(f"i{out.itemsize}").max()), int(bits.max()) - sign
+        if max(largest) < self._infinity:
+            return False
+        before, after = (
+            numbers(part.view(np.uint8).data, dtype)
+            for part, dtype in zip((words, out), self._types, strict=True)
+        )
+        return bool((np.isinf(after) & np.isfinite(before)).any())
 
 
 def has_numbers(dtype: DType) -> bool:
@@ -114,6 +137,16 @@ def _words(dtype: DType) -> np.dtype[np.generic[object]]:
     if dtype.kind == "float" and dtype.bits == 8:
         return np.dtype(np.uint8)
     return np.dtype(getattr(ml_dtypes, dtype.name, dtype.name))
+
+
+def _infinity(source: DType, target: DType) -> int | None:
+    """The bits of infinity in the target, None where no finite element becomes it."""
+    infinity = np.array(np.inf, getattr(ml_dtypes, target.name, target.name))
+    finfo = ml_dtypes.finfo
+    most, room = (float(finfo(one.name).max) for one in (source, target))  # type: ignore[no-untyped-call]
+    if most <= room or not np.isinf(infinity):
+        return None
+    return int(infinity.view(f"u{target.itemsize}"))
 
 
 def _step(source: DType, target: DType, block: int) -> Step:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckpt_tools.copying.parallel import IMPORTING
+from ckpt_tools.copying.parallel import IMPORTING, ignore_note
 from ckpt_tools.copying.read import ChunkReader, OnRun
 from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, copies_of, runs_of, span_of
 from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of
@@ -174,7 +174,8 @@ class TaskWriter:
 
     ``moved`` is called with the number of bytes written, ``stop`` is checked between two slabs.
     ``in_kernel`` lets the system copy what need not be looked at. ``on_run`` gets the CRC-32 of
-    each run of the source that is written in its order.
+    each run of the source that is written in its order, ``on_overflow`` the name of a tensor of
+    which a cast made finite values infinite.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class TaskWriter:
         stop: threading.Event,
         in_kernel: bool = True,
         on_run: OnRun | None = None,
+        on_overflow: Callable[[str], None] = ignore_note,
     ) -> None:
         self._sizes = files.sizes
         slab = max(_WIDEST, min(self._sizes.slab, memory // 4) // _WIDEST * _WIDEST)
@@ -194,7 +196,7 @@ class TaskWriter:
         self._out = self._memory[:slab]
         self._files = files
         self._reader = ChunkReader(files, stage_bytes=slab, on_run=on_run)
-        self._on_run = on_run
+        self._on_run, self._on_overflow = on_run, on_overflow
         self._casters: dict[tuple[str, str], Caster] = {}
         self._moved, self._stop, self._in_kernel = moved, stop, in_kernel
 
@@ -284,7 +286,7 @@ class TaskWriter:
             return
         read(item.finder)
         if not is_copied:
-            self._caster(item).cast(into, view)
+            self._cast(item, into, view)
 
     def _write_runs(self, runs: Sequence[StridedCopy], piece: Slab, output: Output) -> int:
         """Write a piece that lies in long runs in files here, in few steps of this interpreter."""
@@ -361,7 +363,7 @@ class TaskWriter:
             self._reader.run_jobs(group.raw_jobs, self._raw)
             for place, at, piece in group.casts:
                 raw = self._raw[place : place + _raw_nbytes(piece)]
-                self._caster(piece.item).cast(raw, self._out[at : at + piece.nbytes])
+                self._cast(piece.item, raw, self._out[at : at + piece.nbytes])
         self._put_crcs(group, late)
         output.put(group.start, self._out[: group.size])
         self._moved(group.size)
@@ -388,6 +390,10 @@ class TaskWriter:
     def _raw(self) -> memoryview:
         """Where elements wait for their cast; most tasks have none."""
         return memoryview(bytearray(self._slab))
+
+    def _cast(self, item: WriteItem, raw: memoryview, out: memoryview) -> None:
+        if self._caster(item).cast(raw, out):
+            self._on_overflow(item.fqn)
 
     def _caster(self, item: WriteItem) -> Caster:
         with IMPORTING:  # late: numpy comes with it, few copies need it

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
-from ckpt_tools.copying.parallel import Tally, choose_threads
+from ckpt_tools.copying.parallel import Tally, choose_threads, ignore_note
 from ckpt_tools.copying.read import OnRun
 from ckpt_tools.copying.task_writer import BLOCK, SLOT, Output, Stopped, TaskWriter
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
@@ -38,6 +38,7 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     locate: Callable[[list[Task]], Iterable[list[Task]]] | None = None,
     on_file: Callable[[str, bool], None] | None = None,
     on_run: OnRun | None = None,
+    on_overflow: Callable[[str], None] = ignore_note,
 ) -> int:
     """Write every file of the plans below the folder ``root``; gives the bytes of all tasks done.
 
@@ -45,10 +46,11 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     of ``threads`` it is chosen for the cores and the files. ``locate`` gives tasks whose chunks are
     raw elements, some at a time. ``on_bytes`` gets the number of bytes written since its last call,
     ``on_file`` each file of which this worker's part is written, and whether that is all of it,
-    ``on_run`` the CRC-32 of each run of the source that is written in its order. A file that exists
-    is written into. With a ``share``, one of several workers does its part: together they write
-    every byte once, in any order. The result is its part of the plans' bytes: it counts whole
-    tasks, when they are done. What ``on_bytes`` was told is for people, and proves nothing.
+    ``on_run`` the CRC-32 of each run of the source that is written in its order, ``on_overflow``
+    the name of a tensor of which a cast made finite values infinite. A file that exists is written
+    into. With a ``share``, one of several workers does its part: together they write every byte
+    once, in any order. The result is its part of the plans' bytes: it counts whole tasks, when they
+    are done. What ``on_bytes`` was told is for people, and proves nothing.
 
     Raises UsageError for too little memory, WriteError when an output cannot be written,
     UnreadableError when a source cannot be read, and KeyboardInterrupt as it comes; what was
@@ -59,7 +61,14 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     outputs, done = _Outputs(root, sizes), 0
     try:
         for group, tasks in groups_of(plans, share, sizes):
-            work = _Work(tasks, outputs=outputs, on_bytes=on_bytes, on_file=on_file, on_run=on_run)
+            work = _Work(
+                tasks,
+                outputs=outputs,
+                on_bytes=on_bytes,
+                on_file=on_file,
+                on_run=on_run,
+                on_overflow=on_overflow,
+            )
             for plan in group:
                 if not plan.literals and not plan.items:  # no task writes to it
                     outputs.create(plan).close()
@@ -160,9 +169,10 @@ class _Work:
         on_bytes: Callable[[int], None],
         on_file: Callable[[str, bool], None] | None,
         on_run: OnRun | None,
+        on_overflow: Callable[[str], None],
     ) -> None:
         self._outputs, self._tally, self._on_file = outputs, Tally(on_bytes), on_file
-        self._on_run = on_run
+        self._on_run, self._on_overflow = on_run, on_overflow
         self._crc_parts = Counter(
             (task.file.path, task.checked.offset) for task in tasks if task.checked is not None
         )
@@ -203,6 +213,7 @@ class _Work:
             stop=self._stop,
             in_kernel=self._in_kernel,
             on_run=self._on_run,
+            on_overflow=self._on_overflow,
         )
         try:
             while (task := self._next(part)) is not None:

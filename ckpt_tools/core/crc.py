@@ -65,12 +65,14 @@ class KnownCrcs:
     """The CRC-32s of runs of bytes that were read for something else, from any thread: what a copy
     has seen is not read again.
 
-    ``stored`` are those that the source keeps of items, as far as they were read with these.
+    ``stored`` are those that the source keeps of items, as far as they were read with these, and
+    ``overflowed`` the tensors of which a cast made finite values infinite.
     """
 
     def __init__(self) -> None:
         self._runs: dict[tuple[str, int], tuple[int, int]] = {}
         self.stored: dict[ByteRange, StoredCrc] = {}
+        self.overflowed: set[str] = set()
 
     def __len__(self) -> int:
         """How many runs there are."""
@@ -109,11 +111,12 @@ class KnownCrcs:
         stored: dict[str, list[tuple[int, int, int, int, int, str]]] = {}
         for (path, offset, length), ((_, start, nbytes), crc, name) in self.stored.items():
             stored.setdefault(path, []).append((offset, length, start, nbytes, crc, name))
-        return zlib.compress(json.dumps([runs, stored]).encode(), 1)
+        return zlib.compress(json.dumps([runs, stored, [*self.overflowed]]).encode(), 1)
 
     def add_packed(self, data: bytes) -> None:
         """Add what another process has seen."""
-        runs, stored = json.loads(zlib.decompress(data))
+        runs, stored, overflowed = json.loads(zlib.decompress(data))
+        self.overflowed.update(overflowed)
         for path, seen in runs.items():
             for offset, length, crc in seen:
                 self.add(ByteRange(path, offset, length), crc)

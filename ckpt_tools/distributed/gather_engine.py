@@ -86,6 +86,7 @@ class _Gatherer:
             return ()
         with writing(place):
             self._fill(index, left, place, seen)
+            seen.overflowed.update(*_exchanged(seen.overflowed))
             return self._compared(index, plan, place.folder, seen)
 
     def _fill(
@@ -106,6 +107,7 @@ class _Gatherer:
                 on_bytes=on_bytes,
                 on_file=lambda path, _: finisher.written(path, is_whole=False),
                 on_run=seen.add if options.checks_source else None,
+                on_overflow=seen.overflowed.add,
             )
 
         with finishing(place) as finisher:

@@ -320,9 +320,8 @@ class _Sharing:
             on_bytes = stopping(group, self.listener.on_bytes)
             nbytes = write_share(order, on_bytes=on_bytes, seen=seen)
         require_all_written(group, left, place, nbytes=nbytes)
-        if options.checks_source:
-            for part in group.gather(seen.packed()):
-                seen.add_packed(part)
+        for part in group.gather(seen.packed()):
+            seen.add_packed(part)
 
 
 def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: Share) -> ShareOrder:

@@ -6,7 +6,7 @@ It knows types and names, never values. What a quantized weight is made of, `qua
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -197,3 +197,12 @@ def idle_notes(option: str, patterns: Iterable[str], held: Iterable[str]) -> lis
         f"{option} '{text}' matches no tensor; a glob is for the whole name."
         for text in names.idle(patterns, held)
     ]
+
+
+def overflow_notes(overflowed: Collection[str]) -> list[str]:
+    """A note on the tensors of which a cast made finite values infinite, when there are any."""
+    if not overflowed:
+        return []
+    note = f"Finite values of {counted(len(overflowed), 'tensor')} are too large for the new type, "
+    note += f"and are infinite in it: {some(sorted(overflowed))}. bf16 has the range of fp32; "
+    return [f"{note}--dtype-for 'GLOB=keep' keeps a type."]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_tools.copying.cast import Caster
+from ckpt_tools.copying.cast import Caster, numbers
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import UnsupportedError
 
@@ -108,3 +108,21 @@ def test_what_is_no_cast_between_floats_is_refused(source: str, target: str) -> 
 
 def test_a_cast_of_nothing_is_nothing() -> None:
     Caster(BY_NAME["float32"], BY_NAME["bfloat16"]).cast(memoryview(b""), memoryview(bytearray()))
+
+
+@pytest.mark.parametrize(("source", "target"), list(permutations(FLOATS, 2)))
+def test_a_cast_says_whether_a_finite_value_became_infinite(source: str, target: str) -> None:
+    caster = Caster(BY_NAME[source], BY_NAME[target], block=64)
+    every = patterns(source)[:: 1 if BY_NAME[source].bits < 32 else 4001].copy()
+    with np.errstate(all="ignore"):
+        before = numbers(memoryview(every.view("u1")), BY_NAME[source])
+        after = numbers(memoryview(ours(every, source, target).view("u1")), BY_NAME[target])
+    lost = np.isinf(after) & np.isfinite(before)
+    for some in (lost, ~lost):
+        raw = every[some]
+        out = memoryview(bytearray(len(raw) * BY_NAME[target].itemsize))
+        assert caster.cast(memoryview(raw.view("u1")), out) == (some is lost and bool(lost.any()))
+    for one in every[lost][:8]:  # alone among zeros, in the last, short block
+        raw = np.append(np.zeros(70, every.dtype), one)
+        out = memoryview(bytearray(len(raw) * BY_NAME[target].itemsize))
+        assert caster.cast(memoryview(raw.view("u1")), out)

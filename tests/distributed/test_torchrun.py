@@ -95,6 +95,28 @@ def test_torchs_own_full_tensor_and_copy_take_what_rank_files_hold(
     assert {f"model.{fqn}": t.numpy().tobytes() for fqn, t in loaded.items()} == truth
 
 
+# ------------------------------------------------------------------------------------------ casts
+
+
+@pytest.mark.parametrize("way", ["here", "workers", "copy", "gather"])
+def test_finite_values_that_a_cast_makes_infinite_are_noted(tmp_path: Path, way: str) -> None:
+    full = {name: torch.ones(4, 2) for name in ("small", "first", "last", "infinite")}
+    full["first"][0, 0], full["last"][3, 1] = 70_000, -70_000
+    full["infinite"][0, 0] = torch.inf
+    torch.save(full, tmp_path / "full.pt")
+    ranks = ("--to-mesh", "2", "--format", "ranks", "--torch-version", torch.__version__)
+    ckpt_tools("reshard", tmp_path / "full.pt", "-o", tmp_path / "ranks", *ranks)
+    words = ["reshard", tmp_path / "ranks", "-o", tmp_path / "out", "--dtype", "fp16"]
+    words += ["--to-mesh", "2", "--no-verify-source"]
+    if way in ("here", "workers"):
+        stderr = ckpt_tools(*words, *(["-j", "2"] if way == "workers" else [])).stderr
+    else:
+        stderr = torchrun(2, "-m", "ckpt_tools", *words, "--engine", way).stderr
+    (note,) = [line for line in stderr.splitlines() if line.startswith("Finite")]
+    assert note.startswith("Finite values of 2 tensors are too large for the new type")
+    assert "infinite in it: first, last." in note
+
+
 # ---------------------------------------------------------------------------- what is written over
 
 

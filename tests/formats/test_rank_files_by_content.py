@@ -118,6 +118,20 @@ def test_rank_files_in_a_folder_of_their_own_each_are_told_by_their_glob(tmp_pat
         formats.read_index(glob)
 
 
+@pytest.mark.parametrize("name", ["model_world_size_4_rank_{}", "__{}", "model.{}", "m{}.pkl"])
+def test_rank_files_without_a_usual_suffix_are_read_after_what_the_hint_says(
+    name: str, tmp_path: Path
+) -> None:
+    names = [name.format(rank) for rank in range(4)]
+    folder = _renamed(tmp_path / "saved", names)
+    with pytest.raises(IncompleteError, match="not whole tensors") as caught:
+        formats.read_index(str(folder / names[0])).require_whole()
+    assert f"files, {names[0]} to {names[0]}.pt, and give their folder" in str(caught.value.hint)
+    for one in names:
+        (folder / one).rename(folder / f"{one}.pt")
+    assert _values(formats.read_index(str(folder))) == _values(formats.read_index(str(FLAT)))
+
+
 def test_a_numbered_file_that_is_lost_is_missed(tmp_path: Path) -> None:
     folder = _renamed(tmp_path / "saved", [f"ckpt_{rank}.pth" for rank in range(4)])
     (folder / "ckpt_2.pth").unlink()

@@ -29,6 +29,7 @@ from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
 FORMAT = "torch"
+_OF_RANKS = (".pt", ".pth", ".ckpt", ".bin", ".tar")  # of files that are read together
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 # Programs of torch.jit and torch.export: reading them says what they are.
 _PROGRAMS = (".pt2", ".ptl", ".ts", ".torchscript", ".jit")
@@ -133,11 +134,15 @@ def _problems(
     who = f"rank {stored.mesh.rank}" if stored.mesh.rank is not None else f"the rank at {at}"
     folder, suffix = paths.folder_of(path), os.path.splitext(path)[1]
     alike = [name for name in paths.names_in(folder) if name.endswith(suffix)]
+    hint = "Give the folder of all ranks' files, or a quoted glob of them."
+    if suffix.lower() not in _OF_RANKS:
+        alike, file = [], os.path.basename(path)
+        hint = f"Rename all ranks' files, {file} to {file}.pt, and give their folder."
     yield IncompleteError(
         f"{path} holds the shards of {who} of a mesh {layout.mesh}, not whole tensors: "
         f"{len(shards)} of {len(leaves)} tensors, {fqn} among them. "
         f"The files of the other {layout.mesh.size - 1} ranks are needed.",
-        hint="Give the folder of all ranks' files, or a quoted glob of them.",
+        hint=hint,
         # Alone, it is what the folder means, too.
         instead=paths_instead(path, [folder]) if len(alike) > 1 else None,
         about=tuple(name for name, _, _ in shards),

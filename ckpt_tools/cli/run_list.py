@@ -13,6 +13,7 @@ from ckpt_tools.core.records import record_json
 from ckpt_tools.core.text import counted, format_size, utc
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats import ReadOptions, Saved, read_index
+from ckpt_tools.formats.frameworks import saved_twice
 
 _HEADER = ("STEP", "KIND", "HOLDS", "SIZE", "AGE", "COMPLETE", "PATH")
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
@@ -79,6 +80,9 @@ def lines(path: str, run: Sequence[_Line]) -> Iterator[str]:
     for line in run:
         if line.problem is not None:
             yield f"  not complete: {line.problem}"
+    twice = saved_twice([line.path for line in run])
+    if twice is not None:
+        yield f"  {twice}"
     yield ""
 
 

@@ -227,13 +227,16 @@ def _only_one_inside(folder: str, options: ReadOptions) -> str:
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=hint)
     inside = [one.path for one in reversed(saves)]
     message = f"{folder} is not a checkpoint; {len(inside)} are inside."
+    twice = frameworks.saved_twice(inside)
+    more = () if twice is None else (f"  {twice}",)
     of_ranks = rank_files.globs_of(inside)
     whole, problem = slices.whole_among(of_ranks or inside, _read_format, options)
     if problem is None:
-        raise UnreadableError(message, instead=paths_instead(folder, whole))
+        raise UnreadableError(message, *more, instead=paths_instead(folder, whole))
     ways = () if problem.instead is None else problem.instead.ways
     raise UnreadableError(
         message,
+        *more,
         f"  {problem.message}",
         hint=problem.advice,
         instead=Instead(folder, (*ways, *map(Way, whole))),

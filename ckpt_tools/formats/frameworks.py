@@ -127,6 +127,21 @@ def framework(index: CheckpointIndex) -> tuple[str, str] | tuple[None, None]:
     return None, None
 
 
+def saved_twice(inside: Collection[str]) -> str | None:
+    """What is said of checkpoints among which are two models, or two optimizers, that Accelerate
+    saved into one folder in two ways; None where there are none.
+    """
+    for folder in dict.fromkeys(map(os.path.dirname, inside)):
+        for names in (_MODEL[:2], _OPTIM[:2]):
+            if all(_at(folder, name) in inside for name in names):
+                sharded, full = names
+                return (
+                    f"{folder or '.'} holds two saves of Accelerate: {sharded} of a sharded state "
+                    f"dict, {full} of a full one. Move one away, and it is one checkpoint."
+                )
+    return None
+
+
 def _of_part(folder: str, name: str) -> tuple[str, str] | None:
     """The framework that calls a part of a checkpoint so, and what shows it."""
     if name == _OLMO:

@@ -223,6 +223,18 @@ def test_an_optimizer_without_groups_is_no_save_of_a_framework(tmp_path: Path) -
     assert api.export(str(folder), tmp_path / "out", only="model").tensors
 
 
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp.bin", "optimizer.bin"])
+def test_two_saves_of_accelerate_in_one_folder_are_called_so(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(SHARDED, tmp_path / "run" / "state")
+    shutil.copy(FULL / name, folder)
+    for path in tmp_path / "run", folder:
+        with pytest.raises(CkptError, match="not a checkpoint; 3 are inside") as caught:
+            formats.read_index(str(path))
+        assert f"{folder} holds two saves of Accelerate: {name[:-4]}" in str(caught.value)
+    (folder / name).unlink()
+    assert {entry.section for entry in formats.read_index(str(folder)).tensors} > {"model"}
+
+
 def test_rank_files_of_accelerate_are_read_with_its_optimizer(tmp_path: Path) -> None:
     options = replace(AS_ACCELERATE, format="ranks")
     api.reshard(str(TRAINER), tmp_path / "out", options=options)

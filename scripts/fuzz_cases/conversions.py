@@ -139,7 +139,8 @@ def _export(rng: random.Random, source: Source, hop: Hop) -> Hop:
     else:
         if rng.random() < 0.5:
             out = out.with_name(f"{out.name}.safetensors")
-        words += ["--max-shard-size", rng.choice(("5GB", "1B", "100B", "1kB"))]
+        else:
+            words += ["--max-shard-size", rng.choice(("5GB", "1B", "100B", "1kB"))]
         held = states.tensors(source.state).values()
         if not all(map(states.is_in_safetensors, held)):
             reasons.append("a type that safetensors lacks")

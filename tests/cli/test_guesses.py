@@ -198,6 +198,15 @@ def test_a_size_without_a_unit_asks_for_one(tmp_path: Path) -> None:
     assert run("export", DCP, "-o", tmp_path / "out", "--max-shard-size", "5000").exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_a_size_of_shards_is_refused_where_there_are_none(tmp_path: Path, name: str) -> None:
+    done = run("export", DCP, "-o", tmp_path / name, "--max-shard-size", "5KB")
+    assert done.exit_code == 2
+    assert "--max-shard-size is for a folder of safetensors" in done.stderr
+    assert not any(tmp_path.iterdir())
+    assert run("export", DCP, "-o", tmp_path / name, "--max-shard-size", "5GB").exit_code == 0
+
+
 # ----------------------------------------------------------------------------------- unquoted globs
 
 

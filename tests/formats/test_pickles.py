@@ -373,6 +373,7 @@ def test_plain_values_come_back(value: object, protocol: int) -> None:
         (END + tensor() + b".", "torch.Tensor"),
         (plain({b"key": 3}), "builtins.dict"),
         (END + b"\x8c\x03\xed\xa0\x80.", "builtins.str"),
+        (END + b"\x8f(\x8c\x03\xed\xa0\x80\x90.", "builtins.set"),
         (END + b"\x8a\xff" + b"\x7f" * 255 + b".", "builtins.int"),
     ],
 )

@@ -154,11 +154,10 @@ class _Settler:
         self._values.take(len(items))
         for item in items:
             self._text.meet(item)
-        return (
-            value
-            if ATOMS.issuperset(map(type, items))
-            else Opaque(f"builtins.{type(value).__name__}")
-        )
+        is_plain = ATOMS.issuperset(map(type, items))
+        if is_plain and all(is_text(item) for item in items if type(item) is str):
+            return value
+        return Opaque(f"builtins.{type(value).__name__}")
 
     def _key(self, key: object) -> object:
         """A key that is plain; of a tuple, every item is."""

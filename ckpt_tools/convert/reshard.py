@@ -213,7 +213,7 @@ def _on_mesh(
 ) -> tuple[tuple[Target, ...], list[str]]:
     """The tensors as they are placed on the target mesh, and notes on it."""
     mesh, usual = options.mesh, options.placements or default_placements(options.mesh)
-    rules = [(names.selector((pattern,), ()), cut_so) for pattern, cut_so in options.rules]
+    rules = [(names.matcher(pattern), cut_so) for pattern, cut_so in options.rules]
     like = _layouts_of(options.like) if options.like is not None else {}
     # What the source's job held whole on each rank beside sharded tensors (buffers, random states)
     # stays so. Of a source that stores everything whole, weights and optimizer state are cut.

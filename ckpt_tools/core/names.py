@@ -228,31 +228,29 @@ def selector(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], 
     Patterns are globs on the whole fqn, or regular expressions after ``re:``.
     Raises UsageError for a pattern that cannot be read.
     """
-    wanted = [_pattern(text) for text in include]
-    unwanted = [_pattern(text) for text in exclude]
+    wanted, unwanted = [*map(matcher, include)], [*map(matcher, exclude)]
 
     def chosen(fqn: str) -> bool:
-        if any(pattern.search(fqn) for pattern in unwanted):
+        if any(matches(fqn) for matches in unwanted):
             return False
-        return not wanted or any(pattern.search(fqn) for pattern in wanted)
+        return not wanted or any(matches(fqn) for matches in wanted)
 
     return chosen
 
 
 def idle(texts: Iterable[str], held: Iterable[str]) -> list[str]:
     """The patterns that match none of these names."""
-    waiting = {text: selector([text], []) for text in texts}
-    for name in held if waiting else ():
-        for text in [text for text, is_it in waiting.items() if is_it(name)]:
-            del waiting[text]
-    return list(waiting)
+    patterns = dict.fromkeys(texts)
+    names = [*held] if patterns else []
+    return [text for text in patterns if not any(map(matcher(text), names))]
 
 
-def _pattern(text: str) -> re.Pattern[str]:
+def matcher(text: str) -> Callable[[str], re.Match[str] | None]:
+    """What tells whether a name matches one pattern. Raises UsageError as `selector` does."""
     if not text.startswith("re:"):
-        return re.compile(r"\A" + translate(text))
+        return re.compile(translate(text)).match
     try:
-        return re.compile(text[3:])
+        return re.compile(text[3:]).search
     except re.error as error:
         raise UsageError(f"The regular expression {text[3:]!r} cannot be read: {error}.") from error
 

@@ -68,8 +68,8 @@ class DtypePolicy:
         return recognise(self.source)
 
     @cached_property
-    def _matchers(self) -> list[tuple[Callable[[str], bool], DType | None]]:
-        return [(names.selector((pattern,), ()), wanted) for pattern, wanted in self.rules]
+    def _matchers(self) -> list[tuple[Callable[[str], object], DType | None]]:
+        return [(names.matcher(pattern), wanted) for pattern, wanted in self.rules]
 
     def of_plain(self, entry: TensorEntry) -> DType:
         """The type of a tensor of no quantized weight. Raises UsageError for a bad pattern.

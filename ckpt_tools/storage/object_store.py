@@ -273,11 +273,18 @@ def _settings_of_s3() -> tuple[S3Config, Boto3CredentialProvider | None]:
     settings: S3Config = {}
     if own := environ.get("AWS_ENDPOINT_URL_S3"):
         settings["endpoint"] = own
-    if any(map(environ.get, (*_AWS_KEYS, *_AWS_HOSTS))) and "AWS_PROFILE" not in environ:
+    has_keys, named = any(map(environ.get, (*_AWS_KEYS, *_AWS_HOSTS))), environ.get("AWS_PROFILE")
+    if has_keys and "AWS_PROFILE" not in environ:
         return settings, None
     files = (environ.get("AWS_CONFIG_FILE"), environ.get("AWS_SHARED_CREDENTIALS_FILE"))
     home = ("~/.aws/config", "~/.aws/credentials")
     if not any(os.path.exists(os.path.expanduser(path)) for path in (*filter(None, files), *home)):
+        if named and not has_keys:
+            raise UsageError(
+                f"AWS_PROFILE is {named!r}, and there is neither {' nor '.join(home)}.",
+                hint="AWS_CONFIG_FILE names one elsewhere; without AWS_PROFILE, the machine's own "
+                "role is asked.",
+            )
         return settings, None
     try:
         from boto3.session import Session

@@ -254,6 +254,20 @@ def test_a_profile_that_is_not_there_is_one_error(
     assert "s3://b cannot be opened: The config profile (nobody) could not be found" in done.stderr
 
 
+@pytest.mark.usefixtures("store")
+def test_a_profile_without_any_file_of_profiles_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    assert Files().read("s3://b/x", 0, 5) == DATA[:5]  # by the keys that are set
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    fsspec_store._protocol.cache_clear()
+    done = run("inspect", "s3://other/x")
+    assert done.exit_code == 2
+    assert "AWS_PROFILE is 'lab', and there is neither ~/.aws/config nor" in done.stderr
+
+
 def test_fsspecs_own_configuration_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fsspec_store.uses_obstore("s3://b/x")
     assert not fsspec_store.uses_obstore("hf://org/model")

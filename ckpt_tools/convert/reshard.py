@@ -163,11 +163,17 @@ def plan_reshard(
     layouts that the tensors or torch's own loader cannot have.
     """
     is_own = options.mesh == OWN_BOXES
+    notes: list[str] = []
     if is_own:
         options = replace(options, mesh=_ranks_of(index))
     options, of_torch = _for_torch(index, options)
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
+        held = [*(entry.fqn for entry in index.entries), *index.lost]
+        notes = [
+            f"-x '{text}' matches nothing by the names of --param-names."
+            for text in names.idle(options.exclude, held)
+        ]
     places = frameworks.row_of(options.layout).places
     opened, of_ranks = without_old_ranks(
         select(index, options), _target_ranks(options), places=places
@@ -189,7 +195,7 @@ def plan_reshard(
     else:
         targets, said = _on_mesh(located.tensors, chosen_types, options, sharded)
     laid = _laid_out(targets, located, options)
-    notes = [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *laid.notes]
+    notes += [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *laid.notes]
     keeps_names = options.layout is None and not options.steps
     return ReshardPlan(
         files=laid.files + frameworks.megatrons_own(index) if keeps_names else laid.files,

@@ -164,6 +164,11 @@ def test_a_real_numbered_state_of_dcp_becomes_what_get_state_dict_names(tmp_path
     named = read_index(out)
     states = {e.fqn for e in named.tensors if e.fqn.endswith("exp_avg")}
     assert states == {f"optim.state.{name}.exp_avg" for name in order}
+    more = ("--param-names", tmp_path / "names.txt", "--dry-run", "--force")
+    left_out = ("-x", "*.state.0.*", "-x", "*.state.emb.*")  # by the names that are given
+    done = run(*command, *more, *left_out)
+    assert "-x '*.state.0.*' matches nothing by the names of --param-names." in done.stderr
+    assert "state.emb" not in done.stderr
 
 
 def test_names_of_a_checkpoint_with_other_groups_are_refused(tmp_path: Path) -> None:

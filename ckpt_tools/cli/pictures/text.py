@@ -12,7 +12,7 @@ from ckpt_tools.analysis.summary import skew_of
 from ckpt_tools.cli import render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures.fold import Row
-from ckpt_tools.cli.pictures.shapes import cut_dims
+from ckpt_tools.core.geometry import cut_dims
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.text import counted, format_size, rank_spans
 from ckpt_tools.errors import printable
@@ -157,7 +157,7 @@ def _more(pieces: Sequence[HeldBox]) -> str:
 def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator[str]:
     """One tensor as a rectangle: its first dimension that is cut downwards, the next across."""
     room = max(12, (width or _GRID_COLUMNS + 4) - 4)
-    dims = cut_dims(held.pieces, held.shape)
+    dims = cut_dims([piece.box for piece in held.pieces], held.shape)
     if len(held.pieces) > _MAX_PIECES or len(dims) > 2 or not held.pieces:
         yield render.Styled("  " + bar_of(held, paint, size=min(_GRID_COLUMNS, room)))
         return

@@ -204,7 +204,8 @@ def _by_module(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, Tensor
     where nothing can be packed: a plain model of a million tensors is not to wait for this.
     """
     groups: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
-    if not any(map(_may_be_packed, tensors.values())):
+    kinds = ((fqn.rpartition(".")[2], _kind(entry.dtype)) for fqn, entry in tensors.items())
+    if not any(kind and (kind != "i64" or _rows(leaf, kind)) for leaf, kind in kinds):
         return groups
     for fqn, entry in tensors.items():
         owner = next((one for one in islice(_prefixes(fqn), 3) if one in tensors), fqn)
@@ -250,11 +251,6 @@ def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
                 families[name] = _Family(f"packed {entry.dtype.name}", name, _WORDS)
     codes = {name: family for name, family in families.items() if not name.endswith(_ZERO)}
     return codes or families
-
-
-def _may_be_packed(entry: TensorEntry) -> bool:
-    kind = _kind(entry.dtype)
-    return bool(kind) and (kind != "i64" or bool(_rows(entry.fqn.rpartition(".")[2], kind)))
 
 
 @lru_cache(4096)

@@ -64,7 +64,7 @@ def report_page(
     index: CheckpointIndex,
     *,
     seen: _Seen | None,
-    unseen: CheckpointError | None = None,
+    unseen: CheckpointError | None,
 ) -> str:
     """The page of a checkpoint; the filters chose ``index`` out of ``whole``.
 

@@ -106,8 +106,7 @@ def command(asked: _Asked) -> None:
         from ckpt_tools.cli.pictures import pages, shell
         from ckpt_tools.proof.look import look
 
-        inspection = look(whole, chosen)
-        picture = pages.layout_page(inspection, before, after, problems=whole.problems)
+        picture = pages.layout_page(look(whole, chosen), before, after, damaged=whole.damaged)
         shell.write(html, picture, sources=(ckpt, *sources_of(whole)), force=asked.force)
     elif name is not None:
         render.emit(_one_lines(before, after))

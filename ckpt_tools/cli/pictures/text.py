@@ -161,7 +161,9 @@ def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator
     if len(held.pieces) > _MAX_PIECES or len(dims) > 2 or not held.pieces:
         yield render.Styled("  " + bar_of(held, paint, size=min(_GRID_COLUMNS, room)))
         return
-    down, across = _directions(held, dims)
+    last = len(held.shape) - 1  # where less is cut, the last dimensions are drawn
+    down = next((dim for dim in dims if dim != last), last - 1) if last > 0 else None
+    across = dims[1] if len(dims) == 2 else last if held.shape else None
     rows = _edges(held, down, _GRID_ROWS, least=2)
     columns = _edges(held, across, min(_GRID_COLUMNS, room), least=4)
     if down is not None:
@@ -181,18 +183,6 @@ def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator
             body = f"{corner}{label}"[: right - left].ljust(right - left, fill)
             drawn += paint(body, _first(piece))
         yield render.Styled(f"  {drawn}")
-
-
-def _directions(held: HeldTensor, dims: Sequence[int]) -> tuple[int | None, int | None]:
-    """Which dimension goes downwards and which across."""
-    if len(held.shape) < 2:
-        return None, (0 if held.shape else None)
-    if len(dims) == 2:
-        return dims[0], dims[1]
-    last = len(held.shape) - 1
-    if dims and dims[0] == last:
-        return last - 1, last
-    return (dims[0] if dims else last - 1), last
 
 
 def _edges(held: HeldTensor, dim: int | None, limit: int, *, least: int) -> dict[int, int]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import permutations, product
 from typing import Literal, NamedTuple
 
-from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.geometry import Box, cut_dims
 from ckpt_tools.core.index import Grid, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from ckpt_tools.core.records import Json, record_json
@@ -43,13 +43,11 @@ class _Tiling(NamedTuple):
 def cut_of(entry: TensorEntry) -> _Tiling | None:
     """How this tensor is cut, or None when it is stored in one piece."""
     shape = entry.shape
-    boxes = set(entry.boxes)
+    boxes = list(set(entry.boxes))
     if len(boxes) < 2 and all(box.sizes == shape for box in boxes):
         return None
     solid = frozenset(box for box in boxes if 0 not in box.sizes)
-    dims = tuple(
-        dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)
-    )
+    dims = tuple(cut_dims(boxes, shape))
     return _Tiling(shape, solid, dims) if dims and solid else None
 
 
@@ -197,37 +195,31 @@ def _layouts_on(cut: _Tiling, mesh: Mesh) -> tuple[Layout, ...]:
 @lru_cache(maxsize=4096)
 def _layouts(cut: _Tiling, mesh: Mesh) -> tuple[Layout, ...]:
     """Every layout on this mesh whose boxes are exactly those of the cut."""
-    fitting = []
-    for layout in _possible(cut, mesh):
-        sizes = zip(mesh.shape, layout.placements, strict=True)
-        ranges = [range(size if isinstance(one, Shard) else 1) for size, one in sizes]
-        boxes = {layout.box(cut.shape, coordinate) for coordinate in product(*ranges)}
-        if {box for box in boxes if 0 not in box.sizes} == cut.boxes:
-            fitting.append(layout)
-    return tuple(fitting)
-
-
-def _possible(cut: _Tiling, mesh: Mesh) -> Iterator[Layout]:
-    """Layouts whose number of parts can give the number of pieces, along every dimension."""
     pieces = {dim: len({box.offsets[dim] for box in cut.boxes}) for dim in cut.dims}
     options: list[Placement] = [Replicate(), *map(Shard, cut.dims)]
+    fitting = []
     for placements in product(options, repeat=len(mesh.shape)):
         parts: dict[int, int] = {}
-        sharded = [p.dim for p in placements if isinstance(p, Shard)]
-        for placement, size in zip(placements, mesh.shape, strict=True):
-            if isinstance(placement, Shard):
-                parts[placement.dim] = parts.get(placement.dim, 1) * size
-        if parts.keys() != pieces.keys():
-            continue
+        ranges, sharded = [], 0
+        for one, size in zip(placements, mesh.shape, strict=True):
+            ranges.append(range(size if isinstance(one, Shard) else 1))
+            if isinstance(one, Shard):
+                parts[one.dim] = parts.get(one.dim, 1) * size
+                sharded += 1
         # Where parts are unequal, the last of them may be empty: then there are fewer pieces.
-        if all(
+        if parts.keys() != pieces.keys() or not all(
             pieces[dim] == count or (cut.shape[dim] % count and pieces[dim] < count)
             for dim, count in parts.items()
         ):
-            dims = range(len(placements))
-            # The order of cutting matters only where two mesh dimensions cut the same.
-            for order in permutations(dims) if len(sharded) > len(parts) else [tuple(dims)]:
-                yield Layout(mesh, placements, order)
+            continue
+        dims = range(len(placements))
+        # The order of cutting matters only where two mesh dimensions cut the same.
+        for order in permutations(dims) if sharded > len(parts) else [tuple(dims)]:
+            layout = Layout(mesh, placements, order)
+            boxes = {layout.box(cut.shape, coordinate) for coordinate in product(*ranges)}
+            if {box for box in boxes if 0 not in box.sizes} == cut.boxes:
+                fitting.append(layout)
+    return tuple(fitting)
 
 
 def _saved_by_owners(entry: TensorEntry, layout: Layout) -> bool:

@@ -9,7 +9,7 @@ import click
 
 from ckpt_tools.analysis import ownership
 from ckpt_tools.analysis.infer_mesh import mesh_json
-from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved
+from ckpt_tools.analysis.ownership import Holdings, Moved
 from ckpt_tools.analysis.summary import mesh_of, skew_of
 from ckpt_tools.cli import choosing, entries, options, render
 from ckpt_tools.cli.group import say
@@ -106,11 +106,10 @@ def command(asked: _Asked) -> None:
         from ckpt_tools.cli.pictures import pages, shell
         from ckpt_tools.proof.look import look
 
-        inspection = look(whole, chosen)
-        picture = pages.layout_page(inspection, before, after, problems=whole.problems)
+        picture = pages.layout_page(look(whole, chosen), before, after, damaged=whole.damaged)
         shell.write(html, picture, sources=(ckpt, *sources_of(whole)), force=asked.force)
     elif name is not None:
-        render.emit(_one_lines(before.tensors[0], before, after))
+        render.emit(_one_lines(before, after))
     else:
         render.emit(_lines(whole.root, before, after, every=asked.every))
     whole.require_whole()
@@ -161,8 +160,8 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
     yield from text.bar_lines(rows, paint, width=render.terminal_width())
 
 
-def _one_lines(held: HeldTensor, before: Holdings, after: Moved | None) -> Iterator[str]:
-    paint = _paint()
+def _one_lines(before: Holdings, after: Moved | None) -> Iterator[str]:
+    held, paint = before.tensors[0], _paint()
     yield render.heading(held.fqn)
     facts = f"{entries.short_shape(held.shape)} {held.dtype.name}, {format_size(held.nbytes)}"
     yield f"  {facts}" + (f", {', '.join(held.placements)}" if held.placements else "")

@@ -48,7 +48,7 @@ def lines(
     # Not `table`: importing tabulate takes longer than all the rest of this report.
     yield from render.indented(SECTION_HEADER, section_rows(index), align="lrrrrw")
     yield ""
-    yield from render.facts(state(whole, facts))
+    yield from render.facts(state(facts))
     if shards:
         yield ""
         yield from _shards(whole)
@@ -117,21 +117,21 @@ def _percent(part: int, whole: int) -> str:
     return ">99%" if 99 < share < 100 else f"{share:.0f}%"
 
 
-def state(whole: CheckpointIndex, facts: Inspection) -> Iterator[render.Fact]:
+def state(facts: Inspection) -> Iterator[render.Fact]:
     """What can be done with it, and what is missing: labels and texts."""
     if facts.optimizer is not None:
         yield "optimizer", f"{facts.optimizer.kind}: it keeps {', '.join(facts.optimizer.states)}"
     if facts.step is not None:
         yield "step", f"{facts.step.value:,} ({facts.step.fqn})"
     yield "resume", f"{'yes' if facts.resume.yes else 'no'}: {facts.resume.reason}"
-    yield "files", f"{len(whole.files):,}, {format_size(facts.nbytes)}"
-    if whole.missing:
-        names = [entries.file_name(path, whole.root) for path in whole.missing]
+    yield "files", f"{facts.files:,}, {format_size(facts.nbytes)}"
+    if facts.missing:
+        names = [entries.file_name(path, facts.root) for path in facts.missing]
         yield "missing", f"{counted(len(names), 'file')}: {some(names)}"
-    if whole.ties:
-        yield "tied", first_of([" = ".join(group) for group in whole.ties])
-    if whole.notes:
-        yield "notes", whole.notes
+    if facts.ties:
+        yield "tied", first_of([" = ".join(group) for group in facts.ties])
+    if facts.notes:
+        yield "notes", facts.notes
 
 
 def _shards(whole: CheckpointIndex) -> Iterator[str]:

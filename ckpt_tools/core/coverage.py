@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.geometry import Box, cut_dims
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
@@ -63,7 +63,7 @@ def _first_flaw(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[int, Box] |
     """
     if 0 in shape:
         return None
-    cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
+    cut = cut_dims(boxes, shape)
     if not cut:
         return None if len(boxes) == 1 else (len(boxes), Box.whole(shape))
     dim = cut[0]

@@ -66,6 +66,11 @@ class Box(NamedTuple):
         return f"[{', '.join(spans)}]"
 
 
+def cut_dims(boxes: Sequence[Box], shape: Sequence[int]) -> list[int]:
+    """The dimensions along which some of these boxes is shorter than the tensor."""
+    return [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
+
+
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides, in elements, of a packed row-major tensor of this shape."""
     strides = []

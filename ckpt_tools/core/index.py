@@ -445,10 +445,15 @@ class CheckpointIndex:
         """The length of all files that are there, together."""
         return sum(file.length or 0 for file in self.files)
 
+    @cached_property
+    def damaged(self) -> frozenset[str]:
+        """Names that a problem is about."""
+        return frozenset[str]().union(*(problem.about for problem in self.problems))
+
     @property
     def lost(self) -> tuple[str, ...]:
-        """Names that a problem is about and that have no entry, sorted: lost with a file."""
-        named = frozenset().union(*(problem.about for problem in self.problems))
+        """The damaged names that have no entry, sorted: lost with a file."""
+        named = self.damaged
         return tuple(sorted(named.difference(entry.fqn for entry in self.entries))) if named else ()
 
     def tensor(self, fqn: str) -> TensorEntry | None:

@@ -304,7 +304,7 @@ def _whole_part(index: CheckpointIndex) -> tuple[str, ...]:
     """
     if not all(problem.about for problem in index.problems):
         return ()
-    damaged = frozenset().union(*(problem.about for problem in index.problems))
+    damaged = index.damaged
     parts = {name for name in index.lost if name.endswith(".*")}
     if len(damaged) <= _FEW and damaged <= parts | {entry.fqn for entry in index.objects}:
         named = [fqn if fqn in parts else escape(fqn) for fqn in sorted(damaged)]

@@ -2,66 +2,34 @@
 what can be asked of an index.
 """
 
-from ckpt_tools.formats.find import (
-    Saved,
-    checkpoints_in,
-    is_checkpoint,
-    of_step,
-    read_index,
-    read_written,
-    run_of,
-    steps_in,
-)
-from ckpt_tools.formats.protocol import PlanOptions, ReadOptions, Writes
-from ckpt_tools.formats.registry import (
-    FORMATS,
-    SMALL_OBJECT,
-    checkpoint_files,
-    checksummed,
-    copyable_objects,
-    detect,
-    fetched_bytes,
-    index_files,
-    locate,
-    locate_later,
-    located_in,
-    named,
-    object_digests,
-    open_object,
-    open_objects,
-    rank_of,
-    targets,
-    to_locate_in,
-)
+from __future__ import annotations
 
-__all__ = [
-    "FORMATS",
-    "SMALL_OBJECT",
-    "PlanOptions",
-    "ReadOptions",
-    "Saved",
-    "Writes",
-    "checkpoint_files",
-    "checkpoints_in",
-    "checksummed",
-    "copyable_objects",
-    "detect",
-    "fetched_bytes",
-    "index_files",
-    "is_checkpoint",
-    "locate",
-    "locate_later",
-    "located_in",
-    "named",
-    "object_digests",
-    "of_step",
-    "open_object",
-    "open_objects",
-    "rank_of",
-    "read_index",
-    "read_written",
-    "run_of",
-    "steps_in",
-    "targets",
-    "to_locate_in",
-]
+from ckpt_tools.formats.find import Saved as Saved
+from ckpt_tools.formats.find import checkpoints_in as checkpoints_in
+from ckpt_tools.formats.find import is_checkpoint as is_checkpoint
+from ckpt_tools.formats.find import of_step as of_step
+from ckpt_tools.formats.find import read_index as read_index
+from ckpt_tools.formats.find import read_written as read_written
+from ckpt_tools.formats.find import run_of as run_of
+from ckpt_tools.formats.find import steps_in as steps_in
+from ckpt_tools.formats.protocol import PlanOptions as PlanOptions
+from ckpt_tools.formats.protocol import ReadOptions as ReadOptions
+from ckpt_tools.formats.protocol import Writes as Writes
+from ckpt_tools.formats.registry import FORMATS as FORMATS
+from ckpt_tools.formats.registry import SMALL_OBJECT as SMALL_OBJECT
+from ckpt_tools.formats.registry import checkpoint_files as checkpoint_files
+from ckpt_tools.formats.registry import checksummed as checksummed
+from ckpt_tools.formats.registry import copyable_objects as copyable_objects
+from ckpt_tools.formats.registry import detect as detect
+from ckpt_tools.formats.registry import fetched_bytes as fetched_bytes
+from ckpt_tools.formats.registry import index_files as index_files
+from ckpt_tools.formats.registry import locate as locate
+from ckpt_tools.formats.registry import locate_later as locate_later
+from ckpt_tools.formats.registry import located_in as located_in
+from ckpt_tools.formats.registry import named as named
+from ckpt_tools.formats.registry import object_digests as object_digests
+from ckpt_tools.formats.registry import open_object as open_object
+from ckpt_tools.formats.registry import open_objects as open_objects
+from ckpt_tools.formats.registry import rank_of as rank_of
+from ckpt_tools.formats.registry import targets as targets
+from ckpt_tools.formats.registry import to_locate_in as to_locate_in

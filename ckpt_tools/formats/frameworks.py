@@ -209,7 +209,7 @@ def parts_of(folder: str, format_of: Callable[[str], str | None]) -> FolderParts
     held = paths.names_in(folder)
     parts = _accelerate(folder, held) or _olmo(folder, held)
     if parts is None and ".metadata" in held and "meta.pt" in held:
-        main, meta = (folder, None), (_at(folder, "meta.pt"), None)
+        main, meta = (folder, None), (os.path.join(folder, "meta.pt"), None)
         return FolderParts(folder, "lightning", "meta.pt beside .metadata", (main,), (meta,))
     return parts or _two_formats(folder, held, format_of)
 
@@ -225,34 +225,34 @@ def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
     if "*" in model[0] and not optim:
         return None  # rank files like any others
     main = [
-        (_at(escape(folder) if "*" in name else folder, name), container)
+        (os.path.join(escape(folder) if "*" in name else folder, name), container)
         for name, container in zip(model + optim, ("model", "optimizer"), strict=False)
     ]
     closed: list[tuple[str, Path]] = [
-        (_at(folder, name), (match[1], f"rank_{match[2]}"))
+        (os.path.join(folder, name), (match[1], f"rank_{match[2]}"))
         for name in sorted(held, key=_by_number)
         if (match := RANDOM_STATES.fullmatch(name))
     ]
     flat = {m[1]: name for name in sorted(held) if (m := _SCHEDULERS.fullmatch(name))}
     if _TRAINER_STATE in held:
-        closed.append((_at(folder, _TRAINER_STATE), ("trainer_state",)))
+        closed.append((os.path.join(folder, _TRAINER_STATE), ("trainer_state",)))
     return FolderParts(
         folder,
         *said,
         main=tuple(main),
-        flat=tuple((_at(folder, name), container) for container, name in flat.items()),
+        flat=tuple((os.path.join(folder, name), container) for container, name in flat.items()),
         closed=tuple(closed),
     )
 
 
 def _olmo(folder: str, held: Collection[str]) -> FolderParts | None:
-    inner, said = _at(folder, _OLMO), _of_part(folder, _OLMO) if _OLMO in held else None
+    inner, said = os.path.join(folder, _OLMO), _of_part(folder, _OLMO) if _OLMO in held else None
     if said is None or not paths.is_dir(inner):
         return None
-    train = _at(folder, "train")
+    train = os.path.join(folder, "train")
     ranks = paths.listdir(train) if "train" in held and paths.is_dir(train) else []
     closed = tuple(
-        (_at(train, name), ("train", f"rank_{match[1]}"))
+        (os.path.join(train, name), ("train", f"rank_{match[1]}"))
         for name in sorted(ranks, key=_by_number)
         if (match := _RANK_OF_OLMO.fullmatch(name))
     )
@@ -266,19 +266,15 @@ def _two_formats(
     optim = sorted({"optim", "optimizer"} & set(held))
     if "model" not in held or len(optim) != 1:
         return None
-    main = tuple((_at(folder, name), name) for name in ("model", *optim))
+    main = tuple((os.path.join(folder, name), name) for name in ("model", *optim))
     found = [format_of(path) for path, _ in main if paths.is_dir(path)]
     if len(found) != 2 or None in found or found[0] == found[1]:
         return None
     name = os.path.basename(paths.absolute(folder))
     is_automodels = _OF_AUTOMODEL.fullmatch(name) is not None
     shown_by = f"the folder name {name}" if is_automodels else None
-    flat = [(_at(folder, one), None) for one in {_STEPS_OF_AUTOMODEL} & set(held)]
+    flat = [(os.path.join(folder, one), None) for one in {_STEPS_OF_AUTOMODEL} & set(held)]
     return FolderParts(folder, "automodel" if is_automodels else None, shown_by, main, (*flat,))
-
-
-def _at(folder: str, name: str) -> str:
-    return os.path.join(folder, name)
 
 
 def _by_number(name: str) -> tuple[int, str]:

@@ -89,12 +89,11 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
     """
     for form in _formats_of(index):
         index = form.locate(index, files)
-    damaged = {fqn for problem in index.problems for fqn in problem.about}
     left = [
         UnreadableError(f"{entry.fqn}: no reader here knows {chunk.codec!r}.", about=[entry.fqn])
         for entry in index.tensors
         for chunk in entry.chunks[:1]
-        if chunk.codec is not None and entry.fqn not in damaged
+        if chunk.codec is not None and entry.fqn not in index.damaged
     ]
     return LocatedIndex(replace(index, problems=(*index.problems, *left)))
 

@@ -99,7 +99,10 @@ class Files:
                     handle = self._open[path] = _Handle(paths.open_file(path))
             self._open.move_to_end(path)
             handle.users += 1
-            self._evict()
+            if len(self._open) > self._max_open:  # idle ones are closed, oldest first
+                idle = [other for other, one in self._open.items() if one.users == 0]
+                for other in idle[: len(self._open) - self._max_open]:
+                    os.close(self._open.pop(other).fd)
         try:
             yield handle.fd
         except OSError as error:
@@ -107,14 +110,6 @@ class Files:
         finally:
             with self._lock:
                 handle.users -= 1
-
-    def _evict(self) -> None:
-        """Close idle files, oldest first, until few enough are open. The lock is held."""
-        if len(self._open) <= self._max_open:
-            return
-        idle = [path for path, handle in self._open.items() if handle.users == 0]
-        for path in idle[: len(self._open) - self._max_open]:
-            os.close(self._open.pop(path).fd)
 
     def spill(self, item: tuple[str, int, int], unpack: Unpack) -> tuple[str, int, int]:
         """Unpack a byte range (path, offset, length) into a temporary file, once; gives its range.

@@ -270,11 +270,12 @@ def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
     states = _beside_source(job.source, (), RANDOM_STATES.pattern)
     ranks = len(states) or job.source.world_size
     states |= _beside_source(job.source, (), r"dl_state_dict.*")  # positions in the data
-    left_out = job.left_out()
+    notes = job.left_out()
     if job.target.ranks.fit("ranks", ranks):
-        return copied | states, left_out
-    notes = [f"Left out, state of the old ranks: {', '.join(sorted(states))}."] if states else []
-    return copied, [*left_out, *notes]
+        copied |= states
+    elif states:
+        notes.append(f"Left out, state of the old ranks: {', '.join(sorted(states))}.")
+    return copied, notes
 
 
 def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str) -> dict[str, str]:

@@ -35,7 +35,7 @@ _NARROW = _BYTES | _FP8 | _FP4
 class _Family(NamedTuple):
     """``packed`` is the packed tensor's name in its module, ``kinds`` are those of its type.
 
-    ``beside`` must be there too; ``also`` are names of the family that `_is_scale` does not know.
+    ``beside`` must be there too; ``also`` are names of the family without a `_SCALE_WORD`.
     """
 
     name: str
@@ -99,7 +99,7 @@ _CACHE_SCALE = re.compile(
     r"(q|k|v|kv|qkv|prob|input|output|[qkv]_cache|[qkv]_proj)?_(scale(_float)?|shift)"
 )
 
-# Words of a name, without the digits at their end.
+# Words of a name, without the digits at their end; these of scales, zero points and code books.
 _SCALE_WORD = re.compile(
     r"scales?|scaling|q?zeros?|zp|absmax|amax|qmap|codebooks?|centroids|lut|shift|offsets?|scbt?|cb"
     r"|s[uv]h?|wscale|dmin|mcg"
@@ -204,7 +204,8 @@ def _by_module(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, Tensor
     where nothing can be packed: a plain model of a million tensors is not to wait for this.
     """
     groups: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
-    if not any(map(_may_be_packed, tensors.values())):
+    kinds = ((fqn.rpartition(".")[2], _kind(entry.dtype)) for fqn, entry in tensors.items())
+    if not any(kind and (kind != "i64" or _rows(leaf, kind)) for leaf, kind in kinds):
         return groups
     for fqn, entry in tensors.items():
         owner = next((one for one in islice(_prefixes(fqn), 3) if one in tensors), fqn)
@@ -222,7 +223,7 @@ def _sorted_out(
         # By their first letters: commonprefix knows nothing of paths.
         near = max(packed, key=lambda one: (len(commonprefix([one, name])), one))  # noqa: RUF071
         also = packed[near].also
-        if _is_scale(name) or (also and re.fullmatch(also, name)):
+        if _has(name, _SCALE_WORD) or (also and re.fullmatch(also, name)):
             weights[name] = near
         elif group[name].dtype.kind == "float" and not near.endswith(_ZERO):
             # At the top everything stands beside everything: only a weight's own name tells.
@@ -237,7 +238,7 @@ def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
     families: dict[str, _Family] = {}
     for name, entry in group.items():
         kind = _kind(entry.dtype)
-        if not kind or (_is_scale(name) and not name.endswith(_ZERO)):
+        if not kind or (_has(name, _SCALE_WORD) and not name.endswith(_ZERO)):
             continue
         for row in _rows(name, kind):
             if not row.beside or any(re.fullmatch(row.beside, other) for other in group):
@@ -250,11 +251,6 @@ def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
                 families[name] = _Family(f"packed {entry.dtype.name}", name, _WORDS)
     codes = {name: family for name, family in families.items() if not name.endswith(_ZERO)}
     return codes or families
-
-
-def _may_be_packed(entry: TensorEntry) -> bool:
-    kind = _kind(entry.dtype)
-    return bool(kind) and (kind != "i64" or bool(_rows(entry.fqn.rpartition(".")[2], kind)))
 
 
 @lru_cache(4096)
@@ -270,11 +266,6 @@ def _kind(dtype: DType) -> str:
     if dtype.kind == "raw" or (dtype.kind == "float" and dtype.bits < 8):
         return "f4"
     return "f8" if dtype.kind == "float" and dtype.bits == 8 else ""
-
-
-def _is_scale(name: str) -> bool:
-    """Whether a name is one of scales, zero points, code books… as quantizing libraries have."""
-    return _has(name, _SCALE_WORD)
 
 
 @lru_cache(4096)

@@ -496,3 +496,12 @@ def test_items_that_were_never_written_are_told_without_keeping_what_was_read(
     tracemalloc.stop()
     assert len(problems) == len(tensors)
     assert peak < 3_000_000, "of each, 64 KiB are read"
+
+
+def test_safetensors_without_the_place_of_a_shard_are_refused(tmp_path: Path) -> None:
+    real = REAL / "dcp_serialization_safetensors_tensoronly_4r" / "ckpt"
+    folder = shutil.copytree(real, tmp_path / "save")
+    data = (folder / "__1_0.distcp").read_bytes()
+    (folder / "__1_0.distcp").write_bytes(data.replace(b"saved_offsets", b"saved_offset$"))
+    with pytest.raises(UnreadableError, match="DCP_SHARDING_INFO should give 1 offsets"):
+        dcp.read_index(str(folder))

@@ -138,7 +138,7 @@ class _Entries(Tree[_Shown]):
     def _said(self, shown: _Shown) -> Text:
         """What stands behind a name: type and shape, or how much is below; and what is damaged."""
         leaves = {leaf.entry.fqn: leaf.entry for leaf in shown.below}
-        wrong = len(self._content.damaged & leaves.keys())
+        wrong = len(self._content.index.damaged & leaves.keys())
         if isinstance(shown.place, Leaf):
             entry = shown.place.entry
             cells = entries.row(entry, None)[1 : 3 if isinstance(entry, TensorEntry) else 2]
@@ -313,7 +313,8 @@ class Browser(App[None]):
         try:
             leaves = self.content.leaves(self._arrangement, self._text)
         except CkptError as error:
-            self.call_later(self._warn, error)
+            said = printable(str(error))
+            self.call_later(self.notify, said, severity="warning", markup=False)
             return
         root = tree_of(leaves)
         if not worker.is_cancelled:
@@ -341,9 +342,6 @@ class Browser(App[None]):
             self._read(place.entry, None)
         elif node.data is not None:
             self.details.say(summary(node.data.below))
-
-    def _warn(self, error: Exception) -> None:
-        self.notify(printable(str(error)), severity="warning", markup=False)
 
     @work(thread=True, exclusive=True, group="details")
     def _report(self) -> None:

@@ -34,11 +34,6 @@ class Content:
         self.index = index
         self._placed: dict[Arrangement, list[Leaf]] = {}
 
-    @cached_property
-    def damaged(self) -> frozenset[str]:
-        """Names that a problem is about."""
-        return frozenset().union(*(problem.about for problem in self.index.problems))
-
     def leaves(self, arrangement: Arrangement, text: str) -> list[Leaf]:
         """Every entry whose name has the text in it, or matches it as --include does, in its place.
 
@@ -104,7 +99,7 @@ class Content:
         Raises what is wrong with the slice or with the bytes.
         """
         one = self.index.select({entry.fqn})
-        if entry.fqn in self.damaged:
+        if entry.fqn in self.index.damaged:
             one.require_whole()
         with reading(one.files), Files() as files:
             if isinstance(entry, TensorEntry):

@@ -25,16 +25,11 @@ from ckpt_tools.storage.paths import last_written
 _MAX_PROBLEMS, _MAX_FILES = 50, 500
 
 
-def banner(inspection: Inspection, problems: Sequence[CheckpointError]) -> Iterator[str]:
+def banner(inspection: Inspection) -> Iterator[str]:
     """The verdict, the version and the date of the source, and what is wrong with it."""
     facts = [report.written_as(inspection), _date(inspection.saved)]
-    reasons = first_of(list(map(_why, problems)), _MAX_PROBLEMS)
+    reasons = first_of(list(map(_why, inspection.problems)), _MAX_PROBLEMS)
     yield from _banner(inspection.root, inspection.state, facts, reasons)
-
-
-def named_by(problems: Sequence[CheckpointError]) -> frozenset[str]:
-    """The names of all that these problems are about."""
-    return frozenset[str]().union(*(problem.about for problem in problems))
 
 
 def _banner(

@@ -30,7 +30,7 @@ Side = tuple[str, Holdings]
 
 
 def who_holds_what(
-    before: Holdings, after: Moved | None = None, *, damaged: frozenset[str] = frozenset()
+    before: Holdings, after: Moved | None = None, *, damaged: frozenset[str]
 ) -> Iterator[str]:
     """The ranks, then the rows; of both sides when there is a reshard, on one scale."""
     sides: list[Side] = [("", before)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.ownership import Holdings, Moved, holdings_of
 from ckpt_tools.cli import entries, render, report
-from ckpt_tools.cli.pictures.banner import banner, named_by
+from ckpt_tools.cli.pictures.banner import banner
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, table, text
 from ckpt_tools.cli.pictures.text import moved_words
@@ -31,15 +31,15 @@ def layout_page(
     before: Holdings,
     after: Moved | None = None,
     *,
-    problems: Sequence[CheckpointError] = (),
+    damaged: frozenset[str] = frozenset(),
 ) -> str:
     """Who holds what of a checkpoint, and after a reshard if there is one."""
     facts = [counted(len(before.tensors), "tensor")]
     facts.append(format_size(sum(held.nbytes for held in before.tensors)))
     if after is not None:
         facts.append(moved_words(after))
-    parts = [*banner(inspection, problems), f"<p>{text(', '.join(facts))}.</p>"]
-    parts += who_holds_what(before, after, damaged=named_by(problems))
+    parts = [*banner(inspection), f"<p>{text(', '.join(facts))}.</p>"]
+    parts += who_holds_what(before, after, damaged=damaged)
     return page(f"Layout of {inspection.root}", parts)
 
 
@@ -64,22 +64,22 @@ def report_page(
     index: CheckpointIndex,
     *,
     seen: _Seen | None,
-    unseen: CheckpointError | None = None,
+    unseen: CheckpointError | None,
 ) -> str:
     """The page of a checkpoint; the filters chose ``index`` out of ``whole``.
 
     ``unseen`` is why its values could not be read.
     """
     inspection = look(whole, index)
-    parts = [*banner(inspection, whole.problems), *_facts(report.identity(inspection))]
+    parts = [*banner(inspection), *_facts(report.identity(inspection))]
     parts += table(report.SECTION_HEADER, report.section_rows(index), numbers=range(1, 5))
-    parts += _facts(report.state(whole, inspection))
+    parts += _facts(report.state(inspection))
     if unseen is not None:
         parts.append(f'<p class="bad">The values were not read: {text(unseen.message)}</p>')
     if seen is not None:
         parts += _values(seen)
     parts.append("<h2>Who holds what</h2>")
-    parts += who_holds_what(holdings_of(index, inspection.mesh), damaged=named_by(whole.problems))
+    parts += who_holds_what(holdings_of(index, inspection.mesh), damaged=whole.damaged)
     if index.objects:
         number = counted(len(index.objects), "object")
         parts.append(f'<details class="section"><summary>{number}</summary>')

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ckpt_tools.analysis.ownership import HeldBox
+from ckpt_tools.core.geometry import cut_dims
 from ckpt_tools.core.text import rank_spans
 
 MAX_BANDS = 4
@@ -29,14 +30,9 @@ class _Rect(NamedTuple):
     label: str
 
 
-def cut_dims(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[int]:
-    """The dimensions along which some piece is shorter than the tensor."""
-    return [dim for dim, size in enumerate(shape) if any(p.box.sizes[dim] != size for p in pieces)]
-
-
 def rects(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[_Rect]:
     """A rectangle for each piece and holder; one for a piece that more than `MAX_BANDS` hold."""
-    dims = cut_dims(pieces, shape)
+    dims = cut_dims([piece.box for piece in pieces], shape)
     if len(dims) > 2:  # strips in order, each as long as its piece is large
         ends = [0, *accumulate(piece.box.numel for piece in pieces)]
         spans = [(a / ends[-1], (b - a) / ends[-1], 0.0, 1.0) for a, b in pairwise(ends)]

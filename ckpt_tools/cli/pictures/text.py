@@ -12,7 +12,7 @@ from ckpt_tools.analysis.summary import skew_of
 from ckpt_tools.cli import render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures.fold import Row
-from ckpt_tools.cli.pictures.shapes import cut_dims
+from ckpt_tools.core.geometry import cut_dims
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.text import counted, format_size, rank_spans
 from ckpt_tools.errors import printable
@@ -157,11 +157,13 @@ def _more(pieces: Sequence[HeldBox]) -> str:
 def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator[str]:
     """One tensor as a rectangle: its first dimension that is cut downwards, the next across."""
     room = max(12, (width or _GRID_COLUMNS + 4) - 4)
-    dims = cut_dims(held.pieces, held.shape)
+    dims = cut_dims([piece.box for piece in held.pieces], held.shape)
     if len(held.pieces) > _MAX_PIECES or len(dims) > 2 or not held.pieces:
         yield render.Styled("  " + bar_of(held, paint, size=min(_GRID_COLUMNS, room)))
         return
-    down, across = _directions(held, dims)
+    last = len(held.shape) - 1  # where less is cut, the last dimensions are drawn
+    down = next((dim for dim in dims if dim != last), last - 1) if last > 0 else None
+    across = dims[1] if len(dims) == 2 else last if held.shape else None
     rows = _edges(held, down, _GRID_ROWS, least=2)
     columns = _edges(held, across, min(_GRID_COLUMNS, room), least=4)
     if down is not None:
@@ -181,18 +183,6 @@ def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator
             body = f"{corner}{label}"[: right - left].ljust(right - left, fill)
             drawn += paint(body, _first(piece))
         yield render.Styled(f"  {drawn}")
-
-
-def _directions(held: HeldTensor, dims: Sequence[int]) -> tuple[int | None, int | None]:
-    """Which dimension goes downwards and which across."""
-    if len(held.shape) < 2:
-        return None, (0 if held.shape else None)
-    if len(dims) == 2:
-        return dims[0], dims[1]
-    last = len(held.shape) - 1
-    if dims and dims[0] == last:
-        return last - 1, last
-    return (dims[0] if dims else last - 1), last
 
 
 def _edges(held: HeldTensor, dim: int | None, limit: int, *, least: int) -> dict[int, int]:

@@ -269,16 +269,14 @@ def _is(value: object, kind: Global) -> TypeGuard[Instance]:
 
 def _resolved(asked: Global) -> object:
     name = asked.name
-    stub = METADATA_GLOBALS.get(name)
-    if stub is None and is_dtype(name):
+    if name in METADATA_GLOBALS:
+        return METADATA_GLOBALS[name]
+    if is_dtype(name):
         return TorchValue(name)
-    if stub is None:
-        raise UnsafePickleError(
-            f"asks for {name}, which DCP metadata of torch 2.1 to 2.15 does not have; "
-            "it was not run.",
-            hint=_OTHER_LIBRARY,
-        )
-    return stub
+    raise UnsafePickleError(
+        f"asks for {name}, which DCP metadata of torch 2.1 to 2.15 does not have; it was not run.",
+        hint=_OTHER_LIBRARY,
+    )
 
 
 def _no_storage(_pid: object) -> object:

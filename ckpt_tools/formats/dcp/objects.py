@@ -113,14 +113,13 @@ def open_objects(index: Index, files: Files, *, largest: int | None = None) -> I
 def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]:
     """The items whose archives have a record of a storage, or may have: the end is damaged."""
     lengths = lengths_of(index)
-    damaged = frozenset().union(*(problem.about for problem in index.problems))
     there = [
         entry
         for entry in index.objects
         if entry.codec in ARCHIVES
         and not entry.opened
         and entry.flaw is None
-        and entry.fqn not in damaged
+        and entry.fqn not in index.damaged
         and is_there(entry.data, lengths)
     ]
     archives = sorted((e for e in there if e.codec == TORCH_SAVE), key=lambda entry: entry.data)

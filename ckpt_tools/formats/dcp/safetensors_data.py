@@ -8,17 +8,16 @@ in ``DCP_SHARDING_INFO``.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
-from ckpt_tools.errors import CheckpointError, UnreadableError
+from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.dcp import SAFETENSORS
 from ckpt_tools.formats.foreign import sniff
-from ckpt_tools.formats.safetensors.header import SHARDING_INFO, Stored, read_header
+from ckpt_tools.formats.safetensors.header import Stored, offsets_in, read_header
 from ckpt_tools.storage.reader import Files
 
 # Which shard of which tensor: its name, its first element, and the file that holds it.
@@ -45,12 +44,7 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     by_shard: dict[_Shard, Stored] = {}
     for path, start in starts.items():
         header = read_header(files, path, offset=start)
-        try:
-            info = json.loads(header.metadata.get(SHARDING_INFO, "{}"))
-            saved = {fqn: tuple(map(int, shard["saved_offsets"])) for fqn, shard in info.items()}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            text = f"{path}: its {SHARDING_INFO} cannot be read: {error}."
-            raise UnreadableError(text) from error
+        saved = offsets_in(header) or {}
         for fqn, stored in header.tensors.items():
             by_shard[fqn, saved.get(fqn, (0,) * len(stored.shape)), path] = stored
     problems = list(index.problems)

@@ -128,8 +128,9 @@ def _joined(
     return replace(entry, compared=compared), unequal
 
 
-def _disagreement(first: RankTensor, parts: Sequence[RankTensor]) -> str | None:
+def _disagreement(parts: Sequence[RankTensor]) -> str | None:
     """What two ranks say differently of one tensor, or None."""
+    first = parts[0]
     for part in parts:
         both, what = (first, part), "it is"
         layouts = [one.layout for one in both if one.layout is not None]
@@ -290,7 +291,7 @@ def _add_tensors(
     for path, parts in tensors.items():
         entry, unequal = _joined(path, sections[path], parts, comparison)
         flaws = (part.flaw for part in parts if part.flaw is not None)
-        complaint = next(flaws, None) or _disagreement(parts[0], parts)
+        complaint = next(flaws, None) or _disagreement(parts)
         if complaint is not None:
             replicas.complaints[entry.fqn] = complaint
         if unequal is None:

@@ -132,7 +132,7 @@ def placed(header: Header) -> PlacedHeader:
     Raises UnreadableError when that is unsound.
     """
     path, metadata, tensors = header.path, header.metadata, header.tensors
-    offsets, homes = _offsets(header), homes_in(metadata, tensors, path)
+    offsets, homes = offsets_in(header), homes_in(metadata, tensors, path)
     return PlacedHeader(path, metadata, tensors, header.end, offsets, homes)
 
 
@@ -274,8 +274,11 @@ def _check_tiling(tensors: dict[str, Stored], *, path: str, start: int) -> int:
     return end
 
 
-def _offsets(header: Header) -> dict[str, tuple[int, ...]] | None:
-    """Where the box of each tensor begins, None where torch has not said it."""
+def offsets_in(header: Header) -> dict[str, tuple[int, ...]] | None:
+    """Where the box of each tensor begins, None where torch has not said it.
+
+    Raises UnreadableError when that is unsound.
+    """
     path, text = header.path, header.metadata.get(SHARDING_INFO)
     if text is None:
         return None

@@ -53,9 +53,8 @@ def located(
     lengths = lengths_of(index)
     tensors, problems = [], list(index.problems)
     found: dict[str, tuple[CheckpointError, list[str]]] = {}
-    damaged = {fqn for problem in problems for fqn in problem.about}
     for entry in index.tensors if entries is None else entries:
-        if entry.fqn in damaged or all(chunk.codec is None for chunk in entry.chunks):
+        if entry.fqn in index.damaged or all(chunk.codec is None for chunk in entry.chunks):
             tensors.append(entry)
             continue
         try:

@@ -70,7 +70,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     return index if part is None else replace(index, problems=(part, *index.problems))
 
 
-def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
+def read_file(path: str, *, options: ReadOptions) -> CheckpointIndex:
     """The index of one torch.save file, from its headers alone.
 
     Raises UnreadableError for a file that is cut or something else, UnsafePickleError for a pickle

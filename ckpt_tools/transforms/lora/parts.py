@@ -87,9 +87,10 @@ def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> AdapterP
         fqn = one.entry.fqn
         saved, base = _SAVED.fullmatch(fqn), _BASE.fullmatch(fqn)
         if saved is not None and saved["adapter"] == name:
-            parts.saved[_bare(f"{saved['module']}.{saved['rest']}")] = one
+            parts.saved[f"{saved['module']}.{saved['rest']}".removeprefix(PREFIX)] = one
         elif saved is None and not _ORIGINAL.fullmatch(fqn):
-            parts.base[_bare(f"{base['module']}.{base['rest']}" if base else fqn)] = one
+            name_in_base = f"{base['module']}.{base['rest']}" if base else fqn
+            parts.base[name_in_base.removeprefix(PREFIX)] = one
     if name is None and not any(_BASE.fullmatch(one.entry.fqn) for one in rest):
         # Names as in PEFT's own folders: there is no base, and what is no factor was trained whole.
         parts.saved, parts.base = {**parts.base, **parts.saved}, {}
@@ -157,7 +158,7 @@ def _factors(made: Sequence[TransformedTensor]) -> tuple[_Sides, list[Transforme
         name = one.entry.fqn
         match = _FACTOR.fullmatch(name)
         if match is not None:
-            of = _bare(match["module"]), bool(match["kind"]), match["adapter"]
+            of = match["module"].removeprefix(PREFIX), bool(match["kind"]), match["adapter"]
             factors[of][match["side"]] = one
         elif _OTHER.fullmatch(name):
             raise _not_understood(name)
@@ -215,8 +216,3 @@ def _chosen(adapters: set[str | None], asked: str | None) -> str | None:
             f"There are {len(adapters)} adapters: {shown}.", hint="Choose with --adapter-name NAME."
         )
     raise UsageError(f"There is no adapter {asked!r}; there are: {shown}.")
-
-
-def _bare(name: str) -> str:
-    """The name in the base model."""
-    return name.removeprefix(PREFIX)

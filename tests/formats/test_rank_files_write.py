@@ -121,7 +121,8 @@ def same_insides(ours: DeviceMesh, theirs: DeviceMesh) -> bool:
     ranks = [state.pop(of_ranks) for state in (left, right)]
     for state in (left, right):
         state["_hash"] = None
-        state.pop("_dim_group_names", None)
+        for names in ("_dim_group_names", "_dim_group_infos"):  # until torch 2.7 the second
+            state.pop(names, None)
     return left == right and ranks[0].equal(ranks[1]) and ranks[0].dtype == ranks[1].dtype
 
 

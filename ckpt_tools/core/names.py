@@ -47,8 +47,8 @@ _OTHER = frozenset({
 # The name of an optimizer's state in a dict without nesting: "optim.state.w.exp_avg".
 _KINDS = frozenset({"step"}).union(*STATES_OF.values())
 _FLAT_OPTIM = re.compile(
-    rf"(?:app\.)?(?:{'|'.join(_OPTIM)})\.(?:[^.]+\.)?"
-    rf"(?:(param_groups)\.|state\..+\.(?:{'|'.join(_KINDS)})\Z)"
+    rf"((?:app\.)?(?:{'|'.join(_OPTIM)})\.(?:[^.]+\.)?)"
+    r"(?:(?P<groups>param_groups)\.|state\.(?P<param>.+)\.(?P<kind>[^.]+)\Z)"
 )
 
 # What counts the steps of a job, alike on all its ranks, and the containers that hold such counts.
@@ -119,12 +119,13 @@ def classify(
     ``objects`` are those of the paths that are not tensors. Beside a model container, names outside
     of any container are other state. Without one, the tensors that no container of other state
     holds are the model (TorchTitan saves it so), unless ``state`` and ``param_groups`` of an
-    optimizer are at the top, or flattened names that begin so. A name without nesting, as in a
-    safetensors file, is of an optimizer if it begins as in ``optim.state.w.exp_avg``.
+    optimizer are at the top, or flattened names that begin so. Names without nesting, as in a
+    safetensors file, can be of an optimizer, too (`_flat_optim`).
     """
     containers = container_of(paths)
     has_model = "model" in containers.values()
     bare_optim = any(_first_word(path[0]) == "param_groups" for path in paths)
+    flat_optim = _flat_optim({str(path[0]) for path in paths})
     classified: list[tuple[Section, Path]] = []
     for path in paths:
         above = (path[:depth] for depth in range(len(path) - 1, 0, -1))
@@ -134,12 +135,28 @@ def classify(
             section = containers[container]
         elif bare_optim:
             section = "optim" if _first_word(path[0]) in ("state", "param_groups") else "other"
-        elif _FLAT_OPTIM.match(str(path[0])):
+        elif str(path[0]) in flat_optim:
             section = "optim"
         elif not has_model and _may_be_weight(path, objects):
             section = "model"
         classified.append((section, container))
     return classified
+
+
+def _flat_optim(held: Collection[str]) -> set[str]:
+    """Which names are of an optimizer, as ``optim.state.w.exp_avg`` is: by what is kept there, by
+    the parameter, which is there, too, or by others of the same optimizer.
+    """
+    found = [match for match in map(_FLAT_OPTIM.match, held) if match]
+    above = ("", *(f"{outer}{name}." for name in _MODEL for outer in ("", "app.")))
+    known = {
+        match[1]
+        for match in found
+        if match["groups"]
+        or match["kind"] in _KINDS
+        or any(container + match["param"] in held for container in above)
+    }
+    return {match.string for match in found if match[1] in known}
 
 
 def sections_of(paths: Sequence[Path], *, objects: Collection[Path]) -> dict[Path, Section]:
@@ -317,7 +334,9 @@ def _whole_part(index: CheckpointIndex) -> tuple[str, ...]:
 def is_in_param_groups(path: Path) -> bool:
     """Whether a path is of an optimizer's param_groups, which may be flattened into names."""
     flat = _FLAT_OPTIM.match(str(path[0]))
-    return bool(flat and flat[1]) or any(_first_word(part) == "param_groups" for part in path)
+    return bool(flat and flat["groups"]) or any(
+        _first_word(part) == "param_groups" for part in path
+    )
 
 
 def is_step(path: Path, section: Section) -> bool:

@@ -297,7 +297,8 @@ def run_of(path: str) -> list[Saved]:
 
 
 def of_step(path: str, step: int | None) -> str:
-    """The checkpoint of a step in a run, of the last one for None; a lone checkpoint is itself.
+    """The checkpoint of a step in a run, of the last one for None; a lone checkpoint is itself, and
+    of rank files that lie with those of other steps it is their glob.
 
     Raises AnswerNo when the step is not there, UnreadableError when several checkpoints are of it.
     """
@@ -315,6 +316,9 @@ def of_step(path: str, step: int | None) -> str:
         shown = ", ".join(map(str, steps[-_SHOWN:]))
         raise AnswerNo(f"{path} has no checkpoint of step {step}; its last steps are {shown}.")
     if len(found) > 1:
+        globs = rank_files.globs_of(found)
+        if len(globs) == 1:
+            return globs[0]
         raise UnreadableError(
             f"{path} has {len(found)} checkpoints of step {wanted}.",
             hint=f"`ckpt-tools inspect {shlex.quote(path)}` says what each of them holds.",

@@ -9,6 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from dtensor_files import ROWS, save_ranks
 from running import run
 
 import ckpt_tools
@@ -162,6 +163,18 @@ def test_two_checkpoints_of_one_step_are_not_chosen_between(tmp_path: Path) -> N
     for part in ("actor", "critic"):
         assert f"ckpt-tools ls {tmp_path}/global_step_5/{part} -l" in result.stderr
     assert run("ls", tmp_path / "global_step_5" / "critic", "--latest", "-l").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["ep0-ba{step}-rank{{rank}}.pt", "step_{step}/rank_{{rank}}/m.pt"])
+def test_rank_files_of_a_step_are_one_checkpoint_of_it(name: str, tmp_path: Path) -> None:
+    for step in (7, 20):
+        for rank in range(2):
+            (tmp_path / f"step_{step}" / f"rank_{rank}").mkdir(parents=True)
+        entries = {"w": (torch.full((3, 2), float(step)), ROWS)}
+        save_ranks(tmp_path, entries, (2,), name=name.format(step=step))
+    with ckpt_tools.open_checkpoint(tmp_path, latest=True) as checkpoint:
+        assert checkpoint["w"].numpy().min() == 20
+    assert run("ls", tmp_path, "--step", "7").exit_code == 0
 
 
 def test_verify_of_a_run_has_a_line_for_each_and_the_worst_exit_code(steps: Path) -> None:

@@ -35,6 +35,16 @@ def test_an_optimizer_in_a_dict_without_nesting_is_known_by_its_names(above: str
     assert sections(("encoder.w",), (f"{above}.state.lstm.weight",)) == ["model", "model"]
 
 
+@pytest.mark.parametrize("container", ["", "model.", "app.model."])
+def test_a_state_of_any_kind_is_known_by_its_parameter_or_by_what_is_beside_it(
+    container: str,
+) -> None:
+    paths = (f"{container}a.w",), ("optim.state.a.w.master",), ("optim.state.b.w.v_mean",)
+    assert sections(*paths) == ["model", "optim", "optim"]
+    assert sections(("optim.state.0.qmap",), ("optim.state.0.step.",)) == ["model", "model"]
+    assert sections(("optim.state.0.absmax1",), ("optim.state.1.state1",)) == ["optim", "optim"]
+
+
 def test_optimizers_of_any_name_are_no_part_of_models_of_any_name() -> None:
     paths = ("generator", "w"), ("opt_g", *STATE), ("opt_g", *GROUP), ("opt_d", *GROUP), ("step",)
     assert sections(*paths) == ["model", "optim", "optim", "optim", "other"]

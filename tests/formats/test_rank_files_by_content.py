@@ -2,20 +2,24 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders import tensor
 from reader_contract import DATA, whole
 
 from ckpt_tools import formats
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
 from ckpt_tools.errors import (
     CheckpointError,
     CkptError,
     IncompleteError,
     UnsupportedError,
 )
-from ckpt_tools.formats.rank_files import numbered
+from ckpt_tools.formats.rank_files import checks, numbered
+from ckpt_tools.formats.rank_files.file_names import RankFile
 from ckpt_tools.formats.torch_file.open import open_saved
 from ckpt_tools.proof.verify import verify
 from ckpt_tools.storage.reader import Files
@@ -168,6 +172,25 @@ def test_half_a_replica_group_is_missed(gone: list[int], tmp_path: Path) -> None
     index = formats.read_index(str(_without(tmp_path, gone)))
     with pytest.raises(CheckpointError, match="missing: rank"):
         index.require_whole()
+
+
+@pytest.mark.parametrize(
+    ("names", "groups"),
+    [
+        (("dp_replicate", "dp_shard"), [[0, 1, 2, 3]]),  # FSDP2 keeps norms off the dimension of TP
+        (("dp_shard", "tp"), []),  # nothing says that the other group held no other tensor
+        (("ep", "dp_shard"), []),
+    ],
+)
+def test_a_group_is_whole_with_tensors_on_some_dimensions(
+    names: tuple[str, ...], groups: list[list[int]]
+) -> None:
+    mesh = Mesh((2, 2, 2), ("dp_replicate", "dp_shard", "tp"))
+    cut = Layout(mesh, (Replicate(), Shard(0), Shard(1)))
+    w = replace(tensor("w", (8, 2)), layout=cut)
+    norm = replace(w, layout=Layout(Mesh((2, 2), names), (Replicate(), Shard(0))))
+    family = tuple(RankFile(f"rank{r}.pt", r, None, "rank", "rank*.pt") for r in range(4))
+    assert checks.whole_groups(family, 8, [w, norm]) == groups
 
 
 def test_of_a_lost_file_it_is_said_which_ranks_hold_all_of_it(tmp_path: Path) -> None:

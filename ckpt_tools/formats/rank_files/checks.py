@@ -186,21 +186,24 @@ def are_whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry])
 def whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> list[list[int]]:
     """The ranks of each replica group of which every file is there.
 
-    Every DTensor must be on one mesh of all ranks, of which some dimensions replicate all of them:
-    only then is it known that the ranks of other groups held nothing else.
+    Every DTensor must be on one mesh of all ranks, or on some named dimensions of it (FSDP with TP
+    keeps norms on those of FSDP), and one dimension or more replicate every one: only then is it
+    known that the ranks of other groups held nothing else.
     """
     have = [file.rank for file in family]
     layouts = {entry.layout for entry in tensors if entry.layout is not None}
-    meshes = {layout.mesh for layout in layouts}
-    if max(have) >= world or len(meshes) != 1:
+    mesh = max((layout.mesh for layout in layouts), key=attrgetter("size"), default=None)
+    if mesh is None or mesh.size != world or max(have) >= world:
         return []
-    (mesh,) = meshes
-    dims = [
-        dim
-        for dim in range(len(mesh.shape))
-        if all(isinstance(layout.placements[dim], Replicate) for layout in layouts)
-    ]
-    if mesh.size != world or not dims:
+    replicating = set(_dims(mesh))
+    for layout in layouts:
+        own = _dims(layout.mesh)
+        if layout.mesh != mesh and not (mesh.dim_names and set(own) < set(_dims(mesh))):
+            return []
+        placed = zip(own, layout.placements, strict=True)
+        replicating &= {dim for dim, placement in placed if isinstance(placement, Replicate)}
+    dims = [at for at, dim in enumerate(_dims(mesh)) if dim in replicating]
+    if not dims:
         return []
     in_group = mesh.size // prod(mesh.shape[dim] for dim in dims)
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -208,6 +211,11 @@ def whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> 
         place = mesh.coordinate(rank)
         groups.setdefault(tuple(place[dim] for dim in dims), []).append(rank)
     return [ranks for ranks in groups.values() if len(ranks) == in_group]
+
+
+def _dims(mesh: Mesh) -> list[tuple[object, int]]:
+    """The dimensions of a mesh by their names, else by their places, each with its size."""
+    return list(zip(mesh.dim_names or range(len(mesh.shape)), mesh.shape, strict=True))
 
 
 def absent_replicas(families: Sequence[Family], world: int) -> Iterator[str]:

@@ -133,7 +133,7 @@ def saved_twice(inside: Collection[str]) -> str | None:
     """
     for folder in dict.fromkeys(map(os.path.dirname, inside)):
         for names in (_MODEL[:2], _OPTIM[:2]):
-            if all(_at(folder, name) in inside for name in names):
+            if all(os.path.join(folder, name) in inside for name in names):
                 sharded, full = names
                 return (
                     f"{folder or '.'} holds two saves of Accelerate: {sharded} of a sharded state "

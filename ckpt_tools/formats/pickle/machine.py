@@ -160,10 +160,7 @@ class Machine:
         return items
 
     def remember(self, number: int) -> None:
-        """Keep the last item under a number of the memo."""
-        if number == len(self.memo):
-            self.memo.append(self.items[-1])
-            return
+        """Keep the last item under a number of the memo that is not its next."""
         if isinstance(self.memo, list):
             first, self.memo = self.memo, _Gaps()
             for value in first:
@@ -206,7 +203,7 @@ class Machine:
             self._items_to_copy -= len(copied)
         elif isinstance(copied, str | bytes | bytearray):
             self._bytes_to_copy -= len(copied)
-        if min(self._items_to_copy, self._bytes_to_copy) < 0:
+        if self._items_to_copy < 0 or self._bytes_to_copy < 0:
             raise UnreadableError("is hostile: it copies values again and again.")
         return function.run(args)
 
@@ -462,7 +459,11 @@ def _memoize(machine: Machine, _: int) -> None:
 def _put(width: int) -> _Step:
     def step(machine: Machine, at: int) -> int:
         end = at + width
-        machine.remember(int.from_bytes(machine.data[at:end], "little"))
+        number = int.from_bytes(machine.data[at:end], "little")
+        if number == len(machine.memo):
+            machine.memo.append(machine.items[-1])
+        else:
+            machine.remember(number)
         return end
 
     return step

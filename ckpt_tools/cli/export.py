@@ -230,8 +230,9 @@ def _conversion(
 def _steps(index: CheckpointIndex, asked: _Asked, *, is_folder: bool) -> tuple[Transform, ...]:
     """The steps of an export, in their order. Raises UsageError for options that do not fit."""
     folder, adapters = asked.folder, asked.adapters
-    if asked.wanted.max_shard_size != convert.ExportOptions().max_shard_size and not is_folder:
-        raise UsageError("--max-shard-size is for a folder of safetensors; OUT is one file.")
+    has_shards = is_folder and not adapters.alone
+    if asked.wanted.max_shard_size != convert.ExportOptions().max_shard_size and not has_shards:
+        raise UsageError("--max-shard-size is for a folder of safetensors in shards; OUT is none.")
     if folder.assets is not None and not is_folder:
         raise UsageError("--hf-assets completes a folder of safetensors; OUT is one file.")
     if adapters.alone and (folder.assets is not None or not is_folder):

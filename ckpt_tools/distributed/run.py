@@ -272,7 +272,7 @@ class _Here:
         if not plan.files:
             return
         with Files(sizes=self.options.sizes) as files:
-            _do(plan.works, files, plan.source)
+            _do(plan.works, files, plan.source, seen)
         times = 2 if self.options.check else 1  # written, and read back
         self.listener.on_total(times * plan.files.length)
         if self.workers == 1:
@@ -315,7 +315,8 @@ class _Sharing:
         with group.collective():  # no rank writes any more when rank 0 cleans up
             share = Share(group.rank, group.size)
             with Files(sizes=options.sizes) as files:
-                _do(_needed(plan.works, left, share, options.sizes), files, plan.source)
+                works = _needed(plan.works, left, share, options.sizes)
+                _do(works, files, plan.source, seen)
             order = _share_order(options, replace(plan, files=left), place, share)
             on_bytes = stopping(group, self.listener.on_bytes)
             nbytes = write_share(order, on_bytes=on_bytes, seen=seen)
@@ -329,10 +330,10 @@ def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: S
     return ShareOrder(plans, share, place, options, plan.source, WAITING.patience)
 
 
-def _do(works: Works, files: Files, source: CheckpointIndex) -> None:
+def _do(works: Works, files: Files, source: CheckpointIndex, seen: KnownCrcs) -> None:
     """Make the bytes that a plan reads and no checkpoint holds."""
     for work in works.values():
-        work(files, source)
+        seen.overflowed.update(work(files, source))
 
 
 def _needed(works: Works, plans: LazyPlans, share: Share, sizes: Sizes) -> Works:

@@ -6,7 +6,7 @@ compute are `Works` to do before the files are written. No step is known by name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,8 +31,9 @@ class TransformedTensor(NamedTuple):
 
 
 # What must be done once before tensors are read: each makes the file of this path, which their
-# chunks point at. What it reads is located in the index.
-Works = Mapping[str, Callable[[Files, CheckpointIndex], None]]
+# chunks point at. What it reads is located in the index. Each gives the names of tensors of which
+# its cast made finite values infinite.
+Works = Mapping[str, Callable[[Files, CheckpointIndex], Collection[str]]]
 
 
 class TransformResult(NamedTuple):

@@ -204,5 +204,5 @@ def overflow_notes(overflowed: Collection[str]) -> list[str]:
     if not overflowed:
         return []
     note = f"Finite values of {counted(len(overflowed), 'tensor')} are too large for the new type, "
-    note += f"and are infinite in it: {some(sorted(overflowed))}. bf16 has the range of fp32; "
-    return [f"{note}--dtype-for 'GLOB=keep' keeps a type."]
+    note += f"and are infinite in it: {some(sorted(overflowed))}. "
+    return [f"{note}bf16 has nearly the range of fp32; --dtype-for 'GLOB=keep' keeps a type."]

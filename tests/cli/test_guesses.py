@@ -207,6 +207,13 @@ def test_a_size_of_shards_is_refused_where_there_are_none(tmp_path: Path, name: 
     assert run("export", DCP, "-o", tmp_path / name, "--max-shard-size", "5GB").exit_code == 0
 
 
+@pytest.mark.parametrize("way", [["--adapter", "--lora-alpha", "1"], ["--layout", "accelerate"]])
+def test_so_it_is_for_an_adapter_and_a_layout(tmp_path: Path, way: list[str]) -> None:
+    done = run("export", DCP, "-o", tmp_path / "out", "--max-shard-size", "5KB", *way)
+    assert done.exit_code == 2
+    assert "--max-shard-size is for a folder of safetensors" in done.stderr
+
+
 # ----------------------------------------------------------------------------------- unquoted globs
 
 

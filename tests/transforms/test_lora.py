@@ -183,6 +183,16 @@ def test_a_merge_is_rounded_once(tmp_path: Path) -> None:
     assert torch.equal(load_torch(tmp_path / "out" / "model.safetensors")["m.q.weight"], wanted)
 
 
+def test_a_merge_says_which_finite_values_its_cast_made_infinite(tmp_path: Path) -> None:
+    tensors = layer("m.q", 2) | layer("m.k", 2)
+    tensors["base_model.model.m.q.base_layer.weight"][5, 4] = -65_535
+    folder = source(tmp_path / "in", tensors)
+    words = ("--merge-lora", "--lora-alpha", 2, "--dtype", "fp16")
+    told = ran("export", folder, "-o", tmp_path / "out", *words).stderr
+    assert "Finite values of 1 tensor are" in told
+    assert "infinite in it: m.q.weight." in told
+
+
 def test_alpha_patterns_ranks_and_rslora_count_for_each_module(tmp_path: Path) -> None:
     tensors = layer("a.q", 2) | layer("b.q", 4, 1)
     folder = source(tmp_path / "in", tensors)

@@ -50,31 +50,36 @@ class _Merge:
     dtype: DType
     path: str
 
-    def __call__(self, files: Files, source: CheckpointIndex) -> None:
-        """Write all rows. Raises WriteError, and what reading raises."""
+    def __call__(self, files: Files, source: CheckpointIndex) -> set[str]:
+        """Write all rows; gives the name if the cast made finite values infinite.
+
+        Raises WriteError, and what reading raises.
+        """
         operands = formats.located_in(source, (self.base, self.left, self.right), files)
         rows, columns = self.base.shape
-        step = max(1, _SLAB_NUMEL // max(1, columns))
+        step, overflows = max(1, _SLAB_NUMEL // max(1, columns)), False
         try:
             with open(self.path, "wb") as out:
-                out.writelines(
-                    self._rows(operands, files, start=start, count=min(step, rows - start))
-                    for start in range(0, rows, step)
-                )
+                for start in range(0, rows, step):
+                    count = min(step, rows - start)
+                    merged, more = self._rows(operands, files, start=start, count=count)
+                    out.write(merged)
+                    overflows |= more
         except OSError as error:
             hint = "Merged weights go to temporary files first; TMPDIR says where those are."
             raise unwritable(self.path, error, hint=hint) from error
+        return {self.base.fqn} if overflows else set()
 
     def _rows(
         self, operands: Sequence[TensorEntry], files: Files, *, start: int, count: int
-    ) -> bytes:
-        """These rows of the merged weight, as raw bytes of its type."""
+    ) -> tuple[bytes | bytearray, bool]:
+        """These rows of the merged weight, as raw bytes of its type, and what `_cast` says."""
         import numpy as np  # late, as torch: a dry run needs none of it
 
         base, left = (_floats(one, files, start=start, count=count) for one in operands[:2])
         right = _floats(operands[2], files, start=0, count=self.right.shape[0])
         merged = base + np.float32(self.scale) * (left @ right)
-        return bytes(_cast(merged.tobytes(), BY_NAME["float32"], self.dtype))
+        return _cast(merged.tobytes(), BY_NAME["float32"], self.dtype)
 
 
 def _floats(entry: TensorEntry, files: Files, *, start: int, count: int) -> Floats:
@@ -83,18 +88,17 @@ def _floats(entry: TensorEntry, files: Files, *, start: int, count: int) -> Floa
 
     shape = (count, entry.shape[1])
     raw = read_array(entry, Box((start, 0), shape), files=files)
-    return np.frombuffer(_cast(raw, entry.dtype, BY_NAME["float32"]), "<f4").reshape(shape)
+    return np.frombuffer(_cast(raw, entry.dtype, BY_NAME["float32"])[0], "<f4").reshape(shape)
 
 
-def _cast(raw: bytes | bytearray, source: DType, target: DType) -> bytes | bytearray:
-    """Raw elements of one type as those of another."""
+def _cast(raw: bytes | bytearray, source: DType, target: DType) -> tuple[bytes | bytearray, bool]:
+    """Raw elements of one type as those of another, and whether a finite one became infinite."""
     if source == target:
-        return raw
+        return raw, False
     from ckpt_tools.copying.cast import Caster
 
     out = bytearray(len(raw) // source.itemsize * target.itemsize)
-    Caster(source, target).cast(memoryview(raw), memoryview(out))
-    return out
+    return out, Caster(source, target).cast(memoryview(raw), memoryview(out))
 
 
 @dataclass(frozen=True, slots=True)

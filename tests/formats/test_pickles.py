@@ -453,6 +453,11 @@ def test_a_memo_that_leaves_out_numbers_is_bounded() -> None:
             tracemalloc.stop()
 
 
+def test_python_2_began_its_memo_at_1() -> None:
+    puts = b"".join(b"r" + number.to_bytes(4, "little") for number in range(1, 400_000))
+    assert load(b"\x80\x02K\x05" + puts + b"h\x01\x86.") == (5, 5)
+
+
 def test_a_memo_number_of_a_billion_costs_nothing() -> None:
     tracemalloc.start()
     try:

@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
@@ -174,6 +175,17 @@ def test_a_storage_of_two_types_or_sizes_is_refused(other: bytes) -> None:
     assert load(b"\x80\x02" + storage() + storage() + b"\x86.") is not None
     with pytest.raises(UnreadableError, match="with two types or sizes"):
         load(b"\x80\x02" + storage() + other + b"\x86.")
+
+
+def test_views_of_other_types_that_torch_saves_are_read() -> None:
+    empty, some = torch.empty(0), torch.arange(6, dtype=torch.uint8)
+    saved = {"e": empty, "i": empty.view(torch.int32), "u": some, "f": some.view(torch.float8_e5m2)}
+    torch.save(saved, stream := io.BytesIO())
+    found = load(zipfile.ZipFile(stream).read("archive/data.pkl"))
+    assert isinstance(found, dict)
+    kinds = [(t.dtype, t.storage.dtype, t.storage.key) for t in found.values()]
+    assert kinds[:2] == [("float32", "float32", "0"), ("int32", "int32", "0")]
+    assert kinds[2:] == [("uint8", "uint8", "1"), ("float8_e5m2", None, "1")]
 
 
 def test_tied_tensors_share_a_storage() -> None:

@@ -8,11 +8,13 @@ import pickle
 import sys
 import tracemalloc
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pickled import (
@@ -186,6 +188,13 @@ def test_views_of_other_types_that_torch_saves_are_read() -> None:
     kinds = [(t.dtype, t.storage.dtype, t.storage.key) for t in found.values()]
     assert kinds[:2] == [("float32", "float32", "0"), ("int32", "int32", "0")]
     assert kinds[2:] == [("uint8", "uint8", "1"), ("float8_e5m2", None, "1")]
+
+
+def test_closed_values_are_equal_whether_or_not_they_share_small_values() -> None:
+    one, other = ([np.float64(0.1), np.int8(7), torch.device("cuda", 1)] for _ in range(2))
+    shared = load_plain(pickle.dumps(Namespace(x=one, y=[*one])), where="x")
+    assert isinstance(shared, PickledValue)
+    assert shared == load_plain(pickle.dumps(Namespace(x=one, y=other)), where="x")
 
 
 def test_tied_tensors_share_a_storage() -> None:

@@ -7,11 +7,14 @@ import os
 import pickle
 import sys
 import tracemalloc
+import zipfile
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pickled import (
@@ -174,6 +177,24 @@ def test_a_storage_of_two_types_or_sizes_is_refused(other: bytes) -> None:
     assert load(b"\x80\x02" + storage() + storage() + b"\x86.") is not None
     with pytest.raises(UnreadableError, match="with two types or sizes"):
         load(b"\x80\x02" + storage() + other + b"\x86.")
+
+
+def test_views_of_other_types_that_torch_saves_are_read() -> None:
+    empty, some = torch.empty(0), torch.arange(6, dtype=torch.uint8)
+    saved = {"e": empty, "i": empty.view(torch.int32), "u": some, "f": some.view(torch.float8_e5m2)}
+    torch.save(saved, stream := io.BytesIO())
+    found = load(zipfile.ZipFile(stream).read("archive/data.pkl"))
+    assert isinstance(found, dict)
+    kinds = [(t.dtype, t.storage.dtype, t.storage.key) for t in found.values()]
+    assert kinds[:2] == [("float32", "float32", "0"), ("int32", "int32", "0")]
+    assert kinds[2:] == [("uint8", "uint8", "1"), ("float8_e5m2", None, "1")]
+
+
+def test_closed_values_are_equal_whether_or_not_they_share_small_values() -> None:
+    one, other = ([np.float64(0.1), np.int8(7), torch.device("cuda", 1)] for _ in range(2))
+    shared = load_plain(pickle.dumps(Namespace(x=one, y=[*one])), where="x")
+    assert isinstance(shared, PickledValue)
+    assert shared == load_plain(pickle.dumps(Namespace(x=one, y=other)), where="x")
 
 
 def test_tied_tensors_share_a_storage() -> None:
@@ -451,6 +472,11 @@ def test_a_memo_that_leaves_out_numbers_is_bounded() -> None:
             assert tracemalloc.get_traced_memory()[1] < 100_000_000
         finally:
             tracemalloc.stop()
+
+
+def test_python_2_began_its_memo_at_1() -> None:
+    puts = b"".join(b"r" + number.to_bytes(4, "little") for number in range(1, 400_000))
+    assert load(b"\x80\x02K\x05" + puts + b"h\x01\x86.") == (5, 5)
 
 
 def test_a_memo_number_of_a_billion_costs_nothing() -> None:

@@ -1,7 +1,7 @@
 """How the containers of Python, and small values of it, of torch and of NumPy, are made.
 
-A small value is the text that makes it, with the node that a pickle has for it. Hyper-parameters
-and metrics often are ``numpy.float64``, which is no float to a pickle.
+A small value is the text that makes it, and makes the node that a pickle has for it.
+Hyper-parameters and metrics often are ``numpy.float64``, which is no float to a pickle.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _device(args: tuple[object, ...]) -> object:
     if not known or type(index) not in (int, type(None)):
         return Opaque("torch.device")
     parts = (kind,) if index is None else (kind, index)
-    return TorchValue(f"torch.device({':'.join(map(str, parts))!r})", call(_DEVICE, *parts))
+    text = f"torch.device({':'.join(map(str, parts))!r})"
+    return TorchValue(text, partial(call, _DEVICE, *parts))
 
 
 def _timedelta(args: tuple[object, ...]) -> object:
@@ -128,7 +129,8 @@ def _timedelta(args: tuple[object, ...]) -> object:
         return Opaque("datetime.timedelta")
     if abs(days) >= 10**9 or not 0 <= seconds < 86_400 or not 0 <= micros < 10**6:
         return Opaque("datetime.timedelta")
-    return TorchValue(f"datetime.timedelta({days}, {seconds}, {micros})", call(_TIMEDELTA, *args))
+    text = f"datetime.timedelta({days}, {seconds}, {micros})"
+    return TorchValue(text, partial(call, _TIMEDELTA, *args))
 
 
 def _scalar(args: tuple[object, ...]) -> object:
@@ -139,9 +141,15 @@ def _scalar(args: tuple[object, ...]) -> object:
     if name and isinstance(data, bytes) and len(data) == struct.calcsize(form):
         (number,) = struct.unpack(form, data)
         if struct.pack(form, number) == data:  # unlike of a bool of 2, or a NaN of another kind
-            little = Instance(_DTYPE, (f"<{code}", False, True), called=True)
-            return TorchValue(f"numpy.{name}({number!r})", call(_SCALAR, little, data))
+            text = f"numpy.{name}({number!r})"
+            return TorchValue(text, partial(_scalar_node, code, form, number))
     return call(_SCALAR, *args)
+
+
+def _scalar_node(code: str, form: str, number: float) -> Instance:
+    """How a pickle says a scalar of this type."""
+    dtype = Instance(_DTYPE, (f"<{code}", False, True), called=True)
+    return call(_SCALAR, dtype, struct.pack(form, number))
 
 
 def _type_code(dtype: object) -> str:
@@ -163,7 +171,7 @@ def _layout(args: tuple[object, ...]) -> object:
     """The text of a layout, such as ``torch.strided``."""
     name = args[0] if len(args) == 1 else None
     if type(name) is str and name in LAYOUTS:
-        return TorchValue(name, call(_LAYOUT, name))
+        return TorchValue(name, partial(call, _LAYOUT, name))
     return Opaque("torch.layout")
 
 

@@ -143,7 +143,7 @@ class PickleWriter:
 
     def _save(self, node: object) -> None:
         if isinstance(node, TorchValue):
-            node = node.node or Global(str(node))
+            node = node.node() if node.node else Global(str(node))
         atom = _atom(node)
         if atom is not None:
             self.parts.append(atom)

@@ -25,7 +25,7 @@ FREE_OBJECTS = 50_000
 BYTES_PER_OBJECT = 4
 OBJECTS_OF_CALL = 2
 MAX_MARKS = 10_000
-MAX_GAPS = 200_000  # numbers of a memo that are not those of a list, a hundred bytes each
+MAX_GAPS = 500_000  # numbers of a memo that is no list: cPickle of Python 2 began at 1
 # How much work it is to hash a key: 0 costs nothing, this too much. What a call made, and a long
 # number, weighs a little.
 HEAVY_KEY = 250

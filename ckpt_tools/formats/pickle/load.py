@@ -132,8 +132,12 @@ def _tensors(
 
     def storage(pid: object) -> StoredStorage | Global:
         stored = storage_from_id(pid)
-        if isinstance(stored, StoredStorage) and storages.setdefault(stored.key, stored) != stored:
-            raise UnreadableError(f"names storage {shown(stored.key)} with two types or sizes.")
+        if isinstance(stored, StoredStorage):
+            first = storages.setdefault(stored.key, stored)
+            # Torch saves views of other types where there are no bytes, or both are bytes to it.
+            types = {stored.dtype or "uint8", first.dtype or "uint8"}
+            if stored.numel != first.numel or (stored.numel and len(types) > 1):
+                raise UnreadableError(f"names storage {shown(stored.key)} with two types or sizes.")
         return stored
 
     made, end = _value(data, _Names(allow, reads_tensors=True), storage)

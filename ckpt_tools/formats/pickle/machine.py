@@ -71,7 +71,7 @@ Replay: TypeAlias = "Callable[[Machine, int], int]"
 
 
 class _Gaps(dict[int, object]):
-    """A memo of other numbers than a list has: `pickletools.optimize` leaves out many."""
+    """A memo of other numbers than a list has: Python 2 began at 1, and left some out."""
 
     def append(self, value: object) -> None:
         self[len(self)] = value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -21,7 +21,7 @@ from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry, Section, TensorEntry
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.names import select
 from ckpt_tools.core.options import option
 from ckpt_tools.core.plan import LazyPlans, Target
@@ -171,7 +171,7 @@ def plan_export(
 def _chosen(index: CheckpointIndex, options: ExportOptions) -> tuple[CheckpointIndex, list[str]]:
     """The entries that are exported, and a note on states of ranks that one file has no use for."""
     chosen = select(index, options)
-    _refuse_unfit(index, chosen, options.steps)
+    _refuse_split_adapters(index, chosen, options.steps)
     if options.keep_rank_states or not _keeps_nesting(options):  # these are objects
         return chosen, []
     from ckpt_tools.transforms.rank_states import ONE_FILE, without_old_ranks  # late: few take any
@@ -179,23 +179,20 @@ def _chosen(index: CheckpointIndex, options: ExportOptions) -> tuple[CheckpointI
     return without_old_ranks(chosen, ONE_FILE)
 
 
-def _refuse_unfit(
+def _refuse_split_adapters(
     index: CheckpointIndex, chosen: CheckpointIndex, given: Sequence[Transform]
 ) -> None:
-    """Raise UsageError for filters that take a part of an adapter away from a step that needs it,
-    or leave an optimizer to one that gives new names.
+    """Raise UsageError for filters that take a part of an adapter away from a step that needs it.
 
     A step itself sees only what was chosen.
     """
     if not given:
         return
-    from ckpt_tools.transforms import lora, maps  # late: few exports have steps
+    from ckpt_tools.transforms import lora  # late: few exports have steps
 
     for step in given:
         if isinstance(step, (lora.AdapterTransform, lora.MergeTransform)):
             lora.refuse_split(index, chosen, step.adapter)
-        if isinstance(step, (maps.MapTransform, maps.RenameTransform)):
-            refuse_new_names(chosen.objects)
 
 
 def _refuse_with_layout(options: ExportOptions, *, single_file: str | None, check: bool) -> None:
@@ -315,17 +312,6 @@ def format_of(out: str) -> str | None:
     """The format of this output by its suffix; None for a folder."""
     forms = (form.name for form in formats.targets("whole"))
     return next((form for form in forms if is_single_file(out, form)), None)
-
-
-def refuse_new_names(objects: Iterable[ObjectEntry]) -> None:
-    """Raise UsageError for objects of an optimizer: its groups list names that steps change."""
-    kept = next((entry.fqn for entry in objects if entry.section == "optim"), None)
-    if kept is not None:
-        raise UsageError(
-            f"--map, --rename and --untie are for models: {kept} is of an optimizer, whose groups "
-            "would keep the old names.",
-            hint="Give --only model.",
-        )
 
 
 def renamed(

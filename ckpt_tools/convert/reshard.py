@@ -17,7 +17,7 @@ from ckpt_tools import formats
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.infer_mesh import cut_of
 from ckpt_tools.convert import arranging
-from ckpt_tools.convert.export import refuse_new_names, renamed
+from ckpt_tools.convert.export import renamed
 from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
@@ -379,7 +379,13 @@ def _stepped(
             moved = step.everything(moved)
         pairs = zip(sorted(located.tensors, key=lambda e: e.fqn), moved.tensors, strict=True)
         return moved, tuple(TransformedTensor(new, (old.fqn,)) for old, new in pairs), []
-    refuse_new_names(located.objects)
+    kept = next((entry.fqn for entry in located.objects if entry.section == "optim"), None)
+    if kept is not None:
+        raise UsageError(
+            f"--map, --rename and --untie are for models: {kept} is of an optimizer, whose groups "
+            "would keep the old names.",
+            hint="Give --only model.",
+        )
     bare, notes = renamed(index, located.tensors, keep_names=False)
     with Files() as files:
         outcome = steps.apply(options.steps, bare, files, types)

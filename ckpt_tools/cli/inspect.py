@@ -15,6 +15,7 @@ from ckpt_tools.core.options import only_one_of, option
 from ckpt_tools.errors import CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import read_index, run_of
 from ckpt_tools.formats.frameworks import sources_of
+from ckpt_tools.storage import paths
 
 _HELP = """Show what a checkpoint is: complete or not, resumable or not, step, format, mesh, sizes.
 
@@ -117,7 +118,8 @@ def _paths(ckpts: list[str], asked: _Asked) -> None:
     only_one_of({"--path-only": True, "--json": asked.json})
     for ckpt in ckpts:
         index = read_index(ckpt, options=asked.reading.options)
-        render.emit([index.root])
+        is_glob = ckpt not in asked.ckpts and not paths.exists(ckpt)  # of the rank files of a step
+        render.emit([ckpt if is_glob else index.root])
         index.require_whole()
 
 

@@ -317,7 +317,7 @@ def of_step(path: str, step: int | None) -> str:
         raise AnswerNo(f"{path} has no checkpoint of step {step}; its last steps are {shown}.")
     if len(found) > 1:
         globs = rank_files.globs_of(found)
-        if len(globs) == 1:
+        if len(globs) == 1 and {*paths.glob(globs[0])} == {*found}:
             return globs[0]
         raise UnreadableError(
             f"{path} has {len(found)} checkpoints of step {wanted}.",

@@ -174,7 +174,10 @@ def test_rank_files_of_a_step_are_one_checkpoint_of_it(name: str, tmp_path: Path
         save_ranks(tmp_path, entries, (2,), name=name.format(step=step))
     with ckpt_tools.open_checkpoint(tmp_path, latest=True) as checkpoint:
         assert checkpoint["w"].numpy().min() == 20
-    assert run("ls", tmp_path, "--step", "7").exit_code == 0
+    found = run("inspect", tmp_path, "--step", "7", "--path-only").output.strip()
+    assert run("ls", found).exit_code == 0
+    torch.save({"w": torch.zeros(3, 2)}, tmp_path / "ep1-ba7.pt")
+    assert "3 checkpoints of step 7" in run("ls", tmp_path, "--step", "7").output
 
 
 def test_verify_of_a_run_has_a_line_for_each_and_the_worst_exit_code(steps: Path) -> None:

@@ -193,6 +193,16 @@ def test_a_group_is_whole_with_tensors_on_some_dimensions(
     assert checks.whole_groups(family, 8, [w, norm]) == groups
 
 
+@pytest.mark.parametrize("size", range(1, 9))  # of a set's order, which is another for each
+def test_a_dimension_of_size_one_is_one_more(size: int) -> None:
+    full = Mesh((2, size, 1), ("dp_replicate", "dp_shard", "tp"))
+    w = replace(tensor("w", (8, 2)), layout=Layout(full, (Replicate(), Shard(0), Shard(1))))
+    some = Mesh((2, size), ("dp_replicate", "dp_shard"))
+    norm = replace(w, layout=Layout(some, (Replicate(), Shard(0))))
+    family = tuple(RankFile(f"rank{r}.pt", r, None, "rank", "rank*.pt") for r in range(size))
+    assert checks.whole_groups(family, 2 * size, [w, norm]) == [[*range(size)]]
+
+
 def test_of_a_lost_file_it_is_said_which_ranks_hold_all_of_it(tmp_path: Path) -> None:
     index = formats.read_index(str(_without(tmp_path, [5])))
     with pytest.raises(CheckpointError) as raised:

@@ -192,7 +192,9 @@ def whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> 
     """
     have = [file.rank for file in family]
     layouts = {entry.layout for entry in tensors if entry.layout is not None}
-    mesh = max((layout.mesh for layout in layouts), key=attrgetter("size"), default=None)
+    meshes = {layout.mesh for layout in layouts}
+    # Of two with as many ranks, one has more dimensions: those of size 1.
+    mesh = max(meshes, key=lambda one: (one.size, len(one.shape)), default=None)
     if mesh is None or mesh.size != world or max(have) >= world:
         return []
     replicating = set(_dims(mesh))

@@ -163,17 +163,10 @@ def plan_reshard(
     layouts that the tensors or torch's own loader cannot have.
     """
     is_own = options.mesh == OWN_BOXES
-    notes: list[str] = []
     if is_own:
         options = replace(options, mesh=_ranks_of(index))
     options, of_torch = _for_torch(index, options)
-    if options.param_names is not None:
-        index = _with_names(index, options.param_names, options)
-        held = [*(entry.fqn for entry in index.entries), *index.lost]
-        notes = [
-            f"-x '{text}' matches nothing by the names of --param-names."
-            for text in names.idle(options.exclude, held)
-        ]
+    index, notes = _with_names(index, options)
     places = frameworks.row_of(options.layout).places
     opened, of_ranks = without_old_ranks(
         select(index, options), _target_ranks(options), places=places
@@ -326,9 +319,20 @@ def _target_ranks(options: ReshardOptions) -> TargetRanks:
 
 
 def _with_names(
-    index: CheckpointIndex, given: ParamNames, options: ReshardOptions
-) -> CheckpointIndex:
-    """The index with its numbered optimizer's state by name, before anything is chosen by name."""
+    index: CheckpointIndex, options: ReshardOptions
+) -> tuple[CheckpointIndex, list[str]]:
+    """The index with its numbered optimizer's state by the names of --param-names, before anything
+    is chosen by name; and what of -x matches none of them.
+    """
+    if options.param_names is None:
+        return index, []
+    index = _named(index, options.param_names, options)
+    held = [*(entry.fqn for entry in index.entries), *index.lost]
+    idle = names.idle(options.exclude, held)
+    return index, [f"-x '{text}' matches nothing by the names of --param-names." for text in idle]
+
+
+def _named(index: CheckpointIndex, given: ParamNames, options: ReshardOptions) -> CheckpointIndex:
     groups = [entry for entry in index.objects if "param_groups" in entry.path]
     with Files() as files:
         opened = formats.open_objects(replace(index, objects=tuple(groups)), files).objects

@@ -246,8 +246,7 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
         listener.on_written()
         if notes is None:
             notes = _compared(plan, options, spec.place.folder, seen, listener)
-    lost = overflow_notes(seen.overflowed)
-    return replace(plan, notes=(*plan.notes, *resumed, *lost, *notes))
+    return replace(plan, notes=(*plan.notes, *resumed, *overflow_notes(seen.overflowed), *notes))
 
 
 def _compared(

@@ -44,13 +44,12 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
 
     Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together; without a number
     of ``threads`` it is chosen for the cores and the files. ``locate`` gives tasks whose chunks are
-    raw elements, some at a time. ``on_bytes`` gets the number of bytes written since its last call,
-    ``on_file`` each file of which this worker's part is written, and whether that is all of it,
-    ``on_run`` the CRC-32 of each run of the source that is written in its order, ``on_overflow``
-    the name of a tensor of which a cast made finite values infinite. A file that exists is written
-    into. With a ``share``, one of several workers does its part: together they write every byte
-    once, in any order. The result is its part of the plans' bytes: it counts whole tasks, when they
-    are done. What ``on_bytes`` was told is for people, and proves nothing.
+    raw elements, some at a time. For people, ``on_bytes`` gets the number of bytes written since
+    its last call; ``on_file`` gets each file of which this worker's part is written, and whether
+    that is all of it, ``on_run`` the CRC-32 of each run of the source that is written in its order,
+    ``on_overflow`` the name of a tensor of which a cast made finite values infinite. A file that
+    exists is written into. With a ``share``, one of several workers does its part: together they
+    write every byte once, in any order. The result counts whole tasks of this part.
 
     Raises UsageError for too little memory, WriteError when an output cannot be written,
     UnreadableError when a source cannot be read, and KeyboardInterrupt as it comes; what was
@@ -61,14 +60,7 @@ def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     outputs, done = _Outputs(root, sizes), 0
     try:
         for group, tasks in groups_of(plans, share, sizes):
-            work = _Work(
-                tasks,
-                outputs=outputs,
-                on_bytes=on_bytes,
-                on_file=on_file,
-                on_run=on_run,
-                on_overflow=on_overflow,
-            )
+            work = _Work(tasks, outputs, on_bytes, on_file, on_run=on_run, on_overflow=on_overflow)
             for plan in group:
                 if not plan.literals and not plan.items:  # no task writes to it
                     outputs.create(plan).close()
@@ -164,10 +156,10 @@ class _Work:
     def __init__(
         self,
         tasks: Sequence[Task],
-        *,
         outputs: _Outputs,
         on_bytes: Callable[[int], None],
         on_file: Callable[[str, bool], None] | None,
+        *,
         on_run: OnRun | None,
         on_overflow: Callable[[str], None],
     ) -> None:

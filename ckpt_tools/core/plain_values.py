@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -28,20 +28,10 @@ class TorchValue(str):
 
     ``torch.float32``, ``torch.strided``, ``torch.device('cuda:0')``, and what Composer saves with
     its progress: ``datetime.timedelta(0, 5, 250)``, ``torch.torch_version.TorchVersion('2.7.0')``.
-    A scalar of NumPy, too: ``numpy.float64(0.1)``. ``node`` makes what a pickle says for it, a new
-    one for each place, so that equal values have equal pickles; None where that is the text as a
-    name.
+    A scalar of NumPy, too: ``numpy.float64(0.1)``.
     """
 
-    __slots__ = ("node",)
-
-    node: Callable[[], object] | None
-
-    def __new__(cls, text: str, node: Callable[[], object] | None = None) -> TorchValue:
-        """The value of this text."""
-        made = super().__new__(cls, text)
-        made.node = node
-        return made
+    __slots__ = ()
 
     def __repr__(self) -> str:
         """The text itself, which tells it from a str."""

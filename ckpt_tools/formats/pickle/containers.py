@@ -1,7 +1,9 @@
 """How the containers of Python, and small values of it, of torch and of NumPy, are made.
 
-A small value is the text that makes it, and makes the node that a pickle has for it.
-Hyper-parameters and metrics often are ``numpy.float64``, which is no float to a pickle.
+A small value is the text that makes it, and `node_of` says it as a pickle does. Hyper-parameters
+and metrics often are ``numpy.float64``, which is no float to a pickle. The text
+``numpy.float64(0.1)`` is exact: a scalar whose text would not give its bytes again has none, and
+stays a node.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ from ckpt_tools.formats.pickle.stored import LAYOUTS, as_counts
 
 _SCALAR = Global("numpy._core.multiarray.scalar")
 _RECONSTRUCT, _ARRAY = Global("numpy._core.multiarray._reconstruct"), Global("numpy.ndarray")
-_LAYOUT, _DEVICE = Global("torch.serialization._get_layout"), Global("torch.device")
-_TIMEDELTA = Global("datetime.timedelta")
+_LAYOUT = Global("torch.serialization._get_layout")
 _FROM_BUFFER, _DTYPE = Global("numpy._core.numeric._frombuffer"), Global("numpy.dtype")
 # The types of scalars: their codes in a pickle, and the formats of their bytes.
 # fmt: off
@@ -117,9 +118,9 @@ def _device(args: tuple[object, ...]) -> object:
     known = is_word(kind) and kind.isidentifier() and kind.isascii() and len(args) in (1, 2)
     if not known or type(index) not in (int, type(None)):
         return Opaque("torch.device")
-    parts = (kind,) if index is None else (kind, index)
-    text = f"torch.device({':'.join(map(str, parts))!r})"
-    return TorchValue(text, partial(call, _DEVICE, *parts))
+    return TorchValue(
+        f"torch.device({kind!r})" if index is None else f"torch.device('{kind}:{index}')"
+    )
 
 
 def _timedelta(args: tuple[object, ...]) -> object:
@@ -129,8 +130,7 @@ def _timedelta(args: tuple[object, ...]) -> object:
         return Opaque("datetime.timedelta")
     if abs(days) >= 10**9 or not 0 <= seconds < 86_400 or not 0 <= micros < 10**6:
         return Opaque("datetime.timedelta")
-    text = f"datetime.timedelta({days}, {seconds}, {micros})"
-    return TorchValue(text, partial(call, _TIMEDELTA, *args))
+    return TorchValue(f"datetime.timedelta({days}, {seconds}, {micros})")
 
 
 def _scalar(args: tuple[object, ...]) -> object:
@@ -139,17 +139,19 @@ def _scalar(args: tuple[object, ...]) -> object:
     code = _type_code(dtype)
     name, form = next(((n, form) for n, (c, form) in _SCALARS.items() if c == code), ("", ""))
     if name and isinstance(data, bytes) and len(data) == struct.calcsize(form):
-        (number,) = struct.unpack(form, data)
-        if struct.pack(form, number) == data:  # unlike of a bool of 2, or a NaN of another kind
-            text = f"numpy.{name}({number!r})"
-            return TorchValue(text, partial(_scalar_node, code, form, number))
+        text = f"numpy.{name}({struct.unpack(form, data)[0]!r})"
+        if _code_and_bytes(text)[1] == data:  # unlike of a NaN with bits of its own
+            return TorchValue(text)
     return call(_SCALAR, *args)
 
 
-def _scalar_node(code: str, form: str, number: float) -> Instance:
-    """How a pickle says a scalar of this type."""
-    dtype = Instance(_DTYPE, (f"<{code}", False, True), called=True)
-    return call(_SCALAR, dtype, struct.pack(form, number))
+def _code_and_bytes(text: str) -> tuple[str, bytes]:
+    """Of ``numpy.float64(0.1)``: ``f8``, and the bytes of the number."""
+    name, _, value = text.removeprefix("numpy.").rstrip(")").partition("(")
+    code, form = _SCALARS[name]
+    if code == "b1":
+        return code, struct.pack(form, value == "True")
+    return code, struct.pack(form, float(value) if code.startswith("f") else int(value))
 
 
 def _type_code(dtype: object) -> str:
@@ -169,10 +171,27 @@ def _type_code(dtype: object) -> str:
 
 def _layout(args: tuple[object, ...]) -> object:
     """The text of a layout, such as ``torch.strided``."""
-    name = args[0] if len(args) == 1 else None
-    if type(name) is str and name in LAYOUTS:
-        return TorchValue(name, partial(call, _LAYOUT, name))
-    return Opaque("torch.layout")
+    known = len(args) == 1 and type(args[0]) is str and args[0] in LAYOUTS
+    return TorchValue(args[0]) if known else Opaque("torch.layout")
+
+
+def node_of(value: TorchValue) -> Global | Instance:
+    """How a pickle says such a value: a dtype by its name, others by a call of their class."""
+    if value in LAYOUTS:
+        return call(_LAYOUT, str(value))
+    made, _, inner = value.partition("(")
+    if made == "datetime.timedelta":
+        return call(Global(made), *map(int, inner[:-1].split(", ")))
+    if made.startswith("numpy."):
+        code, data = _code_and_bytes(value)
+        dtype = Instance(_DTYPE, (f"<{code}", False, True), called=True)
+        return call(_SCALAR, dtype, data)
+    if made == "torch.torch_version.TorchVersion":
+        return Instance(Global(made), (inner.strip("')"),))
+    if made == "torch.device":
+        kind, _, index = inner.strip("')").partition(":")
+        return call(Global(made), *((kind, int(index)) if index else (kind,)))
+    return Global(str(value))
 
 
 CONTAINER_FUNCTIONS: Mapping[str, Function] = {

@@ -29,6 +29,7 @@ from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import ObjectEntry
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.pickle.containers import node_of
 from ckpt_tools.formats.pickle.limits import MAX_INT_BITS
 from ckpt_tools.formats.pickle.nodes import Global, Instance, call, is_key
 from ckpt_tools.formats.pickle.stored import STORAGES
@@ -143,7 +144,7 @@ class PickleWriter:
 
     def _save(self, node: object) -> None:
         if isinstance(node, TorchValue):
-            node = node.node() if node.node else Global(str(node))
+            node = node_of(node)
         atom = _atom(node)
         if atom is not None:
             self.parts.append(atom)

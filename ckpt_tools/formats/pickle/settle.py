@@ -15,7 +15,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
 from typing import TypeAlias
 
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
@@ -183,7 +182,7 @@ class _Settler:
         if isinstance(value, Instance):
             text = value.args[0] if len(value.args) == 1 else None
             if cls == _TORCH_VERSION and type(text) is str and _VERSION.fullmatch(text):
-                return TorchValue(f"{cls.qualname}({text!r})", partial(Instance, cls, (text,)))
+                return TorchValue(f"{cls.qualname}({text!r})")
             if type(value.state) is dict and {"_parameters", "_modules"} <= value.state.keys():
                 if cls.name not in self._modules:
                     flaw = module_error(cls.qualname)
